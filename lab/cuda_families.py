@@ -81,7 +81,7 @@ def family_row(family: str, device: str, cache: Path) -> dict[str, Any]:
         model = _opened(Path(folder), device, cache)
         ours = model.score(tuple(ids[0]))
         texts = _texts(model, ids)
-        session = model._session
+        session = model.session
         graph = session is not None and not isinstance(session.stepper, HostStepper)
         if session is not None and graph:
             session.stepper.close()

@@ -152,9 +152,9 @@ def _told(model: OpenModel, case: DraftCase, written: Sequence[int]) -> Iterator
 
 
 def _runner(model: OpenModel) -> Runner:
-    if model._session is None:
+    if model.session is None:
         raise ModelError(f"{model.name} gave way while it was measured; measure it with more memory free")
-    return model._session.runner
+    return model.session.runner
 
 
 def _write(model: OpenModel, request: Request) -> tuple[float, tuple[int, ...]]:

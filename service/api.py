@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,33 +20,24 @@ from .core import (
     Picture,
     ProgressReport,
     Request,
-    Stage,
     Thinking,
 )
 from .engine.batch import Accounting, Controls
 from .engine.batch_loop import BatchLoop
 from .engine.completion import Prepared, cancelled_result
-from .engine.leaks import BETWEEN, LeakReport, LeakWatch
+from .engine.leaks import LeakReport
 from .engine.picture_reader import PictureReader
 from .engine.prepare import check_ids, prepare, prepare_all, require_head
 from .engine.prepare_pictures import place_pictures
-from .engine.runner import Stopped
 from .engine.scoring import block_count, score_windows
-from .engine.session import (
-    Blueprint,
-    Opening,
-    Session,
-    draw_blueprint,
-    open_session,
-    pick_context,
-    pick_device,
-)
+from .engine.session import Blueprint, Session, draw_blueprint, pick_context, pick_device
+from .engine.session_owner import SessionOwner
 from .engine.stages import StageMeter, stages_line
 from .errors import Cancelled, Field, Named, OnedeskError, RequestError
 from .loader.checkpoint import Checkpoint, open_checkpoint
 from .loader.names import ModelRoots
 from .memory.budget import Need
-from .memory.policy import STAY, Policy
+from .memory.policy import Policy
 from .memory.pool import Pool, Released
 from .memory.read_bandwidth import known_ceiling
 from .peers.remote import RemoteModel
@@ -60,9 +49,6 @@ log = logging.getLogger(__name__)
 
 # The events of a run. Closing the generator stops the run and frees the model at once.
 Events = Generator[Event, None, None]
-
-# Seconds between two cancel checks of a call that waits for the model.
-WAIT_SECONDS = 0.1
 
 
 class OpenModel:
@@ -79,29 +65,25 @@ class OpenModel:
         pool: Pool,
         kernel_cache: Path,
         whole: Checkpoint | None = None,
+        language: Language | None = None,
     ) -> None:
-        """`whole`: the checkpoint with its vision tower, of which `blueprint` has the text network."""
+        """`whole`: the checkpoint with its vision tower, of which `blueprint` has the text network. `language`: the
+        tokenizer and template of another handle of the same checkpoint, to share."""
         self.name = name
         self.path = path
         self.pool = pool
         self._blueprint = blueprint
-        self._kernel_cache = kernel_cache
-        self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._closed = False
-        self._policy: Policy = STAY
-        self._leaks = LeakWatch(name, pool)
-        self._released = Stage()
         # The machine's read bandwidth in bytes per second; None until it was measured.
         self.read_ceiling = known_ceiling(kernel_cache, torch.device(pool.device).type)
         # For the host application, such as ComfyUI's patcher; not used here.
         self.companion: object = None
-        self.language = Language(blueprint.checkpoint.folder)
+        self.language = language or Language(blueprint.checkpoint.folder)
         indexer = blueprint.config.indexer
         key_block = indexer.ratio if indexer else 1
         self.reader = PictureReader(
             name, whole or blueprint.checkpoint, pool, blueprint.device, kernel_cache, key_block
         )
+        self._owner = SessionOwner(name, blueprint, pool, kernel_cache, self.reader)
 
     @property
     def sees(self) -> bool:
@@ -144,25 +126,27 @@ class OpenModel:
     @property
     def policy(self) -> Policy:
         """When the model is evicted without a request."""
-        return self._policy
+        return self._owner.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._policy = policy
-        self.reader.offer(policy)
-        if (session := self._session) is not None:
-            session.offer(policy, self.give_way)
+        self._owner.policy = policy
+
+    @property
+    def session(self) -> Session | None:
+        """The engine's session while the model is loaded: for tests and measurements."""
+        return self._owner.session
 
     @property
     def loaded(self) -> bool:
-        return self._session is not None
+        return self.session is not None
 
     @property
     def stale(self) -> bool:
         """Whether it cannot load again: it was closed, or a file that it loads from has changed since the handle was
         made."""
         return (
-            self._closed
+            self._owner.closed
             or self.language.changed()
             or self._blueprint.checkpoint.changed()
             or self._blueprint.plan.changed()
@@ -171,12 +155,12 @@ class OpenModel:
     @property
     def busy(self) -> bool:
         """Whether a run or a load is in progress."""
-        return self._lock.locked()
+        return self._owner.busy
 
     @property
     def kernels(self) -> str:
         """The kernels in use and why; empty while the model is not loaded."""
-        return self._session.kernels if self._session else ""
+        return self.session.kernels if self.session else ""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -203,33 +187,29 @@ class OpenModel:
 
     def held_bytes(self) -> int:
         """Bytes leased now."""
-        session = self._session
+        session = self.session
         return (session.held_bytes() if session else 0) + self.reader.held_bytes()
 
     @property
     def kv_blocks(self) -> tuple[int, int, int]:
         """KV blocks that are used or reserved, that only the prefix cache holds, and in total; zeros while it is not
         loaded."""
-        kv = getattr(self._session.runner, "kv", None) if self._session else None
+        kv = getattr(self.session.runner, "kv", None) if self.session else None
         return (kv.blocks - kv.available, kv.cold, kv.blocks) if kv is not None else (0, 0, 0)
 
     def leak_report(self) -> LeakReport:
         """Memory that each stage of the last uses left in the process, and the stage that grows, if one does."""
-        return self._leaks.report()
+        return self._owner.leak_report()
 
     def weight_checksums(self) -> dict[str, int]:
         """A CRC-32 of each tensor in memory, by its name in the checkpoint, in the order of use."""
-        with self._exclusive(None), self._session_for(None, None) as session:
+        with self._owner.exclusive(None), self._owner.opened(None, None) as session:
             session.settle()
             return session.checksums(self._blueprint.plan)
 
     def load(self, *, progress: ProgressReport | None = None, cancel: CancelCheck | None = None) -> None:
         """Load the model and wait until it is in memory. Raises Cancelled, MemoryFull, FileError."""
-        with Named(f"loading {self.name}"), self._exclusive(cancel):
-            self._leaks.mark(BETWEEN)
-            with self._session_for(progress, cancel) as session:
-                session.settle()
-            self._leaks.mark("load")
+        self._owner.load(progress, cancel)
 
     def generate(
         self, request: Request, *, cancel: CancelCheck | None = None, progress: ProgressReport | None = None
@@ -301,7 +281,7 @@ class OpenModel:
         """As `score`, with the `top` likeliest ids at each position."""
         require_head(self._blueprint)
         self.check_fits(ids)
-        with self._use("score", cancel), self._session_for(None, cancel) as session:
+        with self._owner.use("score", cancel) as session:
             return session.runner.logprobs(ids, cancel, top=top)
 
     def score_pictures(
@@ -316,7 +296,7 @@ class OpenModel:
         request = Request(ids=tuple(ids), images=tuple(pictures), pixels=pixels).validated()
         check_ids(ids, self.vocab_size)
         found, task = place_pictures(request, ids, self.reader, self.context)
-        with self._use("score", cancel), self._session_for(None, cancel) as session:
+        with self._owner.use("score", cancel) as session:
             scored = session.runner.logprobs(found, cancel, pictures=task)
         inside = {row for span in (task.positions.spans if task else ()) for row in range(span.first, span.end)}
         return [None if row in inside else one.token for row, one in enumerate(scored, 1)]
@@ -343,13 +323,13 @@ class OpenModel:
             raise RequestError("no layer was named; give at least one, such as -2")
         ids = list(prompt) if not isinstance(prompt, str) else self.encode(prompt)
         self.check_fits(ids)
-        with self._use("embed", cancel), self._session_for(progress, cancel) as session:
+        with self._owner.use("embed", cancel, progress) as session:
             return session.runner.states(ids, after, cancel)
 
     def embed(self, ids: Sequence[int], *, cancel: CancelCheck | None = None) -> list[float]:
         """The vector of a text: its last token's state after the final norm, not scaled. Raises as `embed_prompt`."""
         self.check_fits(ids)
-        with self._use("embed", cancel), self._session_for(None, cancel) as session:
+        with self._owner.use("embed", cancel) as session:
             return session.runner.final_state(ids, cancel).tolist()
 
     def check_fits(self, ids: Sequence[int]) -> None:
@@ -367,96 +347,24 @@ class OpenModel:
 
         While a run is in progress nothing is returned.
         """
-        if not self._lock.acquire(blocking=False):
-            return ()
-        try:
-            return self._release()
-        finally:
-            self._lock.release()
+        return self._owner.give_way()
 
     def close(self) -> tuple[Released, ...]:
         """Return the model's bytes for good, after a run in progress has ended."""
-        with self._lock:
-            self._closed = True
-            self.language.close()
-            return self._release()
-
-    def _release(self) -> tuple[Released, ...]:
-        session, self._session = self._session, None
-        if session is None:
-            return self.reader.release()
-        meter = StageMeter(self.pool)
-        self._leaks.mark(BETWEEN)
-        with meter.measure("release"):
-            released = (*session.release(), *self.reader.release())
-        del session  # frees its buffers outside the leases
-        self._leaks.mark("release")
-        measured = sum(r.measured for r in released)
-        meter.add_bytes("release", measured)
-        self._released = meter.stages["release"]
-        log.info("%s gave back %d of %d bytes", self.name, measured, sum(r.asked for r in released))
-        return released
-
-    @contextmanager
-    def _exclusive(self, cancel: CancelCheck | None) -> Iterator[None]:
-        while not self._lock.acquire(timeout=WAIT_SECONDS):
-            if cancel and cancel():
-                raise Cancelled(f"stopped while waiting for {self.name}, which is busy")
-        try:
-            if self._closed:
-                raise RequestError(f"{self.name} was closed; open it again")
-            yield
-        finally:
-            self._lock.release()
-
-    @contextmanager
-    def _use(self, stage: str, cancel: CancelCheck | None) -> Iterator[None]:
-        """As `_exclusive`, for a use whose memory counts towards `stage` as a whole."""
-        with Named(f"the use of {self.name}"), self._exclusive(cancel):
-            self._leaks.begin()
-            yield
-            self._leaks.mark(stage)
-
-    @contextmanager
-    def _session_for(
-        self, progress: ProgressReport | None, cancel: CancelCheck | None, meter: StageMeter | None = None
-    ) -> Iterator[Session]:
-        """The session for one use, opened if needed; one whose weights did not all arrive is released. Raises
-        Cancelled."""
-        if self._session is None:
-            opening = Opening(self.pool, self._kernel_cache, progress, cancel)
-            with meter.measure("load") if meter else nullcontext():
-                self._session = open_session(self.name, self._blueprint, opening)
-            self._session.offer(self._policy, self.give_way)
-        session = self._session
-        try:
-            with session.using():
-                yield session
-                if not session.settled:
-                    session.settle()
-        except Stopped:
-            raise Cancelled("stopped while reading the prompt") from None
-        finally:
-            if not session.arrived:
-                self._release()
+        return self._owner.close(self.language.close)
 
     def _run(self, requests: Sequence[Prepared], controls: Controls) -> Events:
         started = time.perf_counter()
         meter = StageMeter(self.pool, self.read_ceiling)
         finished: set[int] = set()
         try:
-            with Named(f"a pass of {self.name}"), self._exclusive(controls.cancel):
-                self._leaks.begin()
-                if self._released != Stage():
-                    meter.add("release", self._released)
-                    self._released = Stage()
-                with self._session_for(controls.progress, controls.cancel, meter) as session:
-                    accounting = Accounting(meter, self._leaks, session.pass_bytes, session.draft_token_bytes)
-                    for event in BatchLoop(requests, session, accounting, controls).events(started):
-                        if event.result is not None:
-                            finished.add(event.request)
-                            log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))
-                        yield event
+            with self._owner.run(meter, controls.cancel, controls.progress) as (session, leaks):
+                accounting = Accounting(meter, leaks, session.pass_bytes, session.draft_token_bytes)
+                for event in BatchLoop(requests, session, accounting, controls).events(started):
+                    if event.result is not None:
+                        finished.add(event.request)
+                        log.debug("%s, %s: %s", self.name, event.result.finish, stages_line(event.result.stages))
+                    yield event
         except Cancelled:
             seconds = time.perf_counter() - started
             for number, prepared in enumerate(requests):
@@ -484,13 +392,15 @@ def open_model(
     kernel_cache: Path | None = None,
     sequences: int = 1,
     draft: bool = True,
+    language: Language | None = None,
 ) -> OpenModel:
     """Open `model`: a Path is opened as it is, a str is a name among `roots`. With load=False it loads at its first
     use.
 
     `quant`, one of core.QUANTIZATIONS: how matrices stored in floating types are held; those stored quantized stay so.
     The KV cache has blocks for `sequences` of the whole context, or for fewer if the budget is smaller. `draft`: open
-    the layer for multi-token prediction too, if the checkpoint has one and it fits the budget.
+    the layer for multi-token prediction too, if the checkpoint has one and it fits the budget. `language`: that of
+    another handle of the same checkpoint, to share its tokenizer and the process of its template.
     Raises FileError, ModelError, RequestError, MemoryFull, all before anything is loaded; Cancelled when `cancel()`
     turns true.
     """
@@ -505,7 +415,8 @@ def open_model(
     blueprint = replace(sketch, context=pick_context(context, sketch.config.max_position), sequences=sequences).fitted(
         pool
     )
-    opened = OpenModel(model if isinstance(model, str) else checkpoint.name, path, blueprint, pool, cache, checkpoint)
+    name = model if isinstance(model, str) else checkpoint.name
+    opened = OpenModel(name, path, blueprint, pool, cache, checkpoint, language)
     if load:
         opened.load(progress=progress, cancel=cancel)
     return opened

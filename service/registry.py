@@ -59,10 +59,13 @@ class Registry:
         with self._lock:
             if kind not in self._pools:
                 values: dict[str, Any] = dict(self.config.memory)
-                pool = self._pools[kind] = make_pool(kind, MemorySettings(**values))
-                watch = self._watches[kind] = _watch(pool).start()
-                pool.slow = lambda: watch.slow
+                pool = make_pool(kind, MemorySettings(**values), lambda: self._slow(kind))
+                self._pools[kind], self._watches[kind] = pool, _watch(pool).start()
             return self._pools[kind]
+
+    def _slow(self, kind: str) -> bool:
+        watch = self._watches.get(kind)
+        return watch is not None and watch.slow
 
     def watch(self, device: str = "auto") -> MemoryWatch:
         """The watch over a device's pool; it runs as soon as the pool exists."""
@@ -96,6 +99,10 @@ class Registry:
                 opened.give_way()
                 opened = None
             if opened is None:
+                # A template runs in a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
+                alike = (
+                    other for (spec, _), other in self._models.items() if spec.name == key[0].name and not other.stale
+                )
                 opened = open_model(
                     model,
                     pool=self.pool(kind),
@@ -107,12 +114,8 @@ class Registry:
                     kernel_cache=self.config.cache,
                     sequences=sequences,
                     draft=self.config.draft,
+                    language=next((other.language for other in alike), None),
                 )
-                # A template runs in a process of 20 MB: handles of one checkpoint share it, and the tokenizer.
-                alike = (
-                    other for (spec, _), other in self._models.items() if spec.name == key[0].name and not other.stale
-                )
-                opened.language = next((other.language for other in alike), opened.language)
                 self._models[key] = opened
         if load:
             opened.load(progress=progress, cancel=cancel)

@@ -40,7 +40,7 @@ def run(model: OpenModel, *requests: Request, **options: Any) -> dict[Place, Res
 
 def check(model: OpenModel) -> None:
     """Nothing is held when nothing runs, except what is kept for reuse."""
-    session = model._session
+    session = model.session
     assert session is not None
     session.runner.kv.check()
     assert session.runner.kv.available == session.runner.kv.blocks

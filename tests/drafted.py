@@ -52,9 +52,9 @@ def start(folder: Path, pool: Pool, kernels: Path, **options: Any) -> OpenModel:
 
 
 def tell(model: OpenModel, costs: PassCosts | None = None) -> Runner:
-    assert model._session is not None
-    model._session.costs = costs or Told()
-    return model._session.runner
+    assert model.session is not None
+    model.session.costs = costs or Told()
+    return model.session.runner
 
 
 def written(model: OpenModel, request: Request) -> Result:

@@ -101,7 +101,7 @@ def stepping(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnTh
     """The loaded model steps with them until the block ends."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(graph_module.torch.cuda, "Event", Event)
-    session = model._session
+    session = model.session
     assert session is not None
     graphs, drafting = ReplayedGraphs(), session.runner.drafting
     made = OnTheCpu(session.runner, PlannedSampler(), graphs)  # type: ignore[arg-type]

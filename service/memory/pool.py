@@ -85,9 +85,15 @@ class Pool:
     """
 
     def __init__(
-        self, device: str, settings: MemorySettings, truth_reader: Callable[[], Truth], claims: Claims | None = None
+        self,
+        device: str,
+        settings: MemorySettings,
+        truth_reader: Callable[[], Truth],
+        claims: Claims | None = None,
+        slow: Callable[[], bool] | None = None,
     ) -> None:
-        """Make the budget from what is available now, less what `claims` know.
+        """Make the budget from what is available now, less what `claims` know. New loads wait while `slow()` is true
+        (MemoryWatch.slow); without it they never wait.
 
         Raises RequestError if this machine cannot meet the settings.
         """
@@ -105,8 +111,7 @@ class Pool:
         self._returning: dict[Lease, SlabBlock] = {}
         self._used = 0
         self.arbiter = Arbiter(self)
-        # Whether new work should wait, from MemoryWatch.slow. A pool without a watch never waits.
-        self.slow: Callable[[], bool] = lambda: False
+        self.slow = slow or (lambda: False)
         self._loading = threading.RLock()
         self._loaders = 0
         self._counts: dict[str, int] = dict.fromkeys(("releases", "shortfalls", "give_ways", "refusals", "damaged"), 0)

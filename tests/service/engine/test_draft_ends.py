@@ -58,10 +58,10 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Op
     pool = Pool("cpu", MemorySettings(floor=64 << 20), lambda: read_truth("cpu"))
     opened = open_model(folder, pool=pool, context=256, kernel_cache=kernels)
     opened.load()
-    assert opened._session is not None
-    opened._session.costs = Cheap()
+    assert opened.session is not None
+    opened.session.costs = Cheap()
     yield opened
-    pages = opened._session.runner.kv
+    pages = opened.session.runner.kv
     pages.check()
     assert isinstance(pages, HybridKV)
     assert pages.available == pages.blocks
@@ -99,8 +99,8 @@ def both(model: OpenModel, request: Request) -> Result:
     )
     assert drafted.usage == plain.usage
     assert "draft" not in plain.stages
-    assert model._session is not None
-    model._session.runner.kv.check()
+    assert model.session is not None
+    model.session.runner.kv.check()
     return drafted
 
 
@@ -170,5 +170,5 @@ def test_a_stopped_text_leaves_no_state_taken(model: OpenModel) -> None:
             break
     next(events)
     events.close()
-    assert model._session is not None
-    model._session.runner.kv.check()
+    assert model.session is not None
+    model.session.runner.kv.check()

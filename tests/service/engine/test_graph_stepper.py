@@ -68,7 +68,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_steps_ahead_change_no_text(model: OpenModel, stepper: OnTheCpu, name: str):
-    session = model._session
+    session = model.session
     assert session is not None
     ahead = run(model, *REQUESTS[name])
     assert stepper.launches > 4
@@ -88,7 +88,7 @@ def test_a_batch_is_filled_up_to_a_size_that_has_a_graph(model: OpenModel, stepp
 def test_scores_that_are_no_numbers_end_the_answer(
     model: OpenModel, stepper: OnTheCpu, monkeypatch: pytest.MonkeyPatch
 ):
-    session = model._session
+    session = model.session
     assert session is not None
     step = session.runner.buffers.step
     monkeypatch.setattr(session.runner.buffers, "step", lambda *a, **more: step(*a, **more).fill_(float("nan")))

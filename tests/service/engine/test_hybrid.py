@@ -57,8 +57,8 @@ def model(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Op
 @pytest.fixture
 def runner(model: OpenModel) -> Iterator[Runner]:
     model.load()
-    assert model._session is not None
-    runner = model._session.runner
+    assert model.session is not None
+    runner = model.session.runner
     yield runner
     runner.kv.check()
     assert runner.kv.available == runner.kv.blocks
@@ -195,7 +195,7 @@ def test_a_verify_pass_leaves_the_states_of_single_steps(
     model: OpenModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     model.load()
-    session = model._session
+    session = model.session
     if not compiled:
         monkeypatch.setattr(session_module, "choose_kernels", lambda *_: ReferenceKernels())
         pool = Pool("cpu", MemorySettings(floor=0), lambda: read_truth("cpu"))
@@ -325,5 +325,5 @@ def test_graph_steps_change_no_text(model: OpenModel, monkeypatch: pytest.Monkey
         assert stepper.ahead == 0
         assert max(stepper.steps) == 3
     assert [found[row] for row in range(3)] == expected
-    assert model._session is not None
-    model._session.runner.kv.check()
+    assert model.session is not None
+    model.session.runner.kv.check()

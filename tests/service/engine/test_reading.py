@@ -49,8 +49,8 @@ def model(registry: Registry) -> OpenModel:
 
 def runner_of(model: OpenModel) -> Runner:
     model.load()
-    assert model._session is not None
-    return model._session.runner
+    assert model.session is not None
+    return model.session.runner
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:

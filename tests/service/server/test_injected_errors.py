@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from inside import Inside
 from onedesk.service.api import OpenModel
 from onedesk.service.engine.batch_loop import BatchLoop
+from onedesk.service.engine.session_owner import SessionOwner
 from onedesk.service.errors import FileError, MemoryFull, ModelError, PeerError, RequestError
 from onedesk.service.server import body as body_module
 from onedesk.service.server import generate as generate_module
@@ -95,7 +96,7 @@ STAGES = (
     Stage(Service, "_check_room"),
     Stage(Places, "now"),
     Stage(OpenModel, "serve"),
-    Stage(OpenModel, "_session_for"),
+    Stage(SessionOwner, "opened"),
     Stage(BatchLoop, "events"),
     Stage(Figures, "wrote"),
     Stage(Figures, "finished"),

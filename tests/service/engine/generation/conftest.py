@@ -98,7 +98,7 @@ def narrow(request: pytest.FixtureRequest, registry: Registry) -> Iterator[OpenM
 
 def on_stepper(model: OpenModel, kind: str) -> Iterator[OpenModel]:
     model.load()
-    session = model._session
+    session = model.session
     assert session is not None
     before = session.stepper
     if kind == "ahead":

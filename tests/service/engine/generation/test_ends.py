@@ -11,7 +11,7 @@ from onedesk.service.core import Event, Sampling
 def test_a_cancelled_item_ends_alone(stepped: OpenModel) -> None:
     requests = [ask(f"number {place}", sampling=Sampling(seed=place), max_tokens=60) for place in range(3)]
     wanted = [alone(stepped, request) for request in requests]
-    kv = stepped._session.runner.kv  # type: ignore[union-attr]
+    kv = stepped.session.runner.kv  # type: ignore[union-attr]
     events: list[Event] = []
     available: list[int] = []
     for event in stepped.generate_batch(requests, cancel_request=lambda place: place == 1 and tokens(events, 1) >= 5):

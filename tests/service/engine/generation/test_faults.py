@@ -168,7 +168,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(model: OpenModel) -> None:
 def test_broken_scores_of_one_prompt_end_that_request(stepped: OpenModel) -> None:
     """A damaged row of the embedding, that only the victim's prompt reads; blocks that held its keys and values do no
     harm later."""
-    session = stepped._session
+    session = stepped.session
     assert session is not None
     table = session.runner.network.embedding
     token = 300
@@ -216,7 +216,7 @@ def test_a_fault_of_a_pass_is_everybodys_and_of_the_family(model: OpenModel, mon
         raise RuntimeError("the device is gone")
 
     model.load()
-    session = model._session
+    session = model.session
     assert session is not None
     monkeypatch.setattr(session.runner, "decode", decode)
     with pytest.raises(OnedeskError, match="RuntimeError the device is gone"):

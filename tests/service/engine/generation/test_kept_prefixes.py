@@ -36,7 +36,7 @@ def test_a_system_prompt_is_read_once(model: OpenModel) -> None:
 def test_scores_do_not_depend_on_the_cached_prefix(model: OpenModel, tail: int) -> None:
     """After a prefix of 64 tokens, with last chunks of every awkward length."""
     model.load()
-    session = model._session
+    session = model.session
     assert session is not None
     ids = [3 + (7 * place) % 250 for place in range(64 + tail)]
     scores = []

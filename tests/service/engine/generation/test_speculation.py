@@ -30,9 +30,9 @@ def test_draft_tokens_do_not_change_the_completion(model: OpenModel, sampling: S
     biased = replace(sampling, logit_bias={2: -100.0} | dict.fromkeys(range(11, 14), 6.0))
     request = Request(ids=ids, max_tokens=60, sampling=biased)
     wanted = alone(model, request)
-    model._session.costs = Free()  # type: ignore[union-attr]
+    model.session.costs = Free()  # type: ignore[union-attr]
     found = run(model, request)[0, 0]
-    model._session.costs = PassCosts()  # type: ignore[union-attr]
+    model.session.costs = PassCosts()  # type: ignore[union-attr]
     assert same(found, wanted)
     stage = found.stages["speculation"]
     assert stage.proposed > 0
@@ -47,6 +47,6 @@ def test_drafts_end_with_the_completion(model: OpenModel) -> None:
     requests += [thinker(1, thinking_budget=9, sampling=Sampling(seed=3, temperature=0))]
     for request in requests:
         wanted = alone(model, request)
-        model._session.costs = Free()  # type: ignore[union-attr]
+        model.session.costs = Free()  # type: ignore[union-attr]
         assert same(run(model, request)[0, 0], wanted)
-        model._session.costs = PassCosts()  # type: ignore[union-attr]
+        model.session.costs = PassCosts()  # type: ignore[union-attr]
