@@ -30,7 +30,7 @@ from ..service.bench.run import end_tokens, find_model, random_prompt
 from ..service.catalog.inventory import model_roots
 from ..service.config import Config, load_config
 from ..service.console import columns, write_json
-from ..service.core import Request, Result, Sampling
+from ..service.core import ModelSpec, Request, Result, Sampling
 from ..service.errors import OnedeskError, PeerError
 from ..service.kernels.cpu.compile import compile_library
 from ..service.loader.checkpoint import Checkpoint, open_checkpoint
@@ -83,7 +83,7 @@ def _measured(registry: Registry, path: Path, checkpoint: Checkpoint, plan: argp
     inside = registry.open(
         path, roots=roots, context=context, quant=plan.quant, device=plan.device, sequences=plan.streams
     )
-    served = registry.open_in_service(path.name, roots=roots, context=context, quant=plan.quant, device=plan.device)
+    served = registry.open_in_service(ModelSpec(path.name, context, plan.quant, plan.device), roots=roots)
     samples: dict[str, list[tuple[float, ...]]] = {"inside": [], "service": []}
     spent = dict.fromkeys(samples, 0.0)
     for cycle in range(plan.cycles + 1):  # the first one loads, and does not count

@@ -17,7 +17,6 @@ import gc
 import logging
 import time
 import weakref
-from typing import Any
 
 import comfy.memory_management as ram
 import comfy.model_management as mm
@@ -172,13 +171,13 @@ def open_model(choice: ModelChoice) -> Model:
     """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises
     ModelError, FileError, RequestError for an unknown place.
     """
-    # At its default it is the usual context, which a model with a shorter context accepts.
-    context = None if choice.context == ModelChoice.context else choice.context
-    options: Any = {"context": context, "quant": choice.quant, "device": device()}
+    spec = choice.spec(device())
     if choice.where == HERE:
-        model: Model = REGISTRY.open(choice.name, roots=model_roots(), load=False, **options)
+        model: Model = REGISTRY.open(
+            spec.name, roots=model_roots(), context=spec.context, quant=spec.quant, device=spec.device, load=False
+        )
     elif choice.where == SERVICE:
-        model = REGISTRY.open_in_service(choice.name, roots=model_roots(), **options)
+        model = REGISTRY.open_in_service(spec, roots=model_roots())
         tell_service()
     else:
         model = REGISTRY.open_at_peer(peer_settings(choice.where))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..service.core import Message, Sampling, Thinking
+from ..service.core import Message, ModelSpec, Sampling, Thinking
 from ..service.memory.policy import Policy
 
 STAY = "stay"
@@ -41,9 +41,11 @@ class ModelChoice:
         """The policy in the pool's terms. Raises RequestError for an invalid number of seconds."""
         return policy_of(self.policy, self.ttl)
 
-    @property
-    def quant(self) -> str:
-        return QUANT_OF_WEIGHTS[self.weights]
+    def spec(self, device: str) -> ModelSpec:
+        """The model and its form. At its default the context is the usual one, which a model with a shorter context
+        accepts."""
+        context = None if self.context == ModelChoice.context else self.context
+        return ModelSpec(self.name, context, QUANT_OF_WEIGHTS[self.weights], device)
 
 
 def policy_of(choice: str, ttl: float) -> Policy:

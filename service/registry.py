@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +122,12 @@ class Registry:
             opened.load(progress=progress, cancel=cancel)
         return opened
 
-    def open_in_service(
-        self, name: str, *, roots: ModelRoots, context: int | None, quant: str, device: str
-    ) -> RemoteModel:
+    def open_in_service(self, spec: ModelSpec, *, roots: ModelRoots) -> RemoteModel:
         """The handle of a model in the local service, which starts on demand with these model folders. Loads and asks
         nothing."""
-        path = roots.resolve(name)
-        return self._remote(
-            self.service(roots, device), ModelSpec(name, context, quant), path if path.is_dir() else path.parent
-        )
+        path = roots.resolve(spec.name)
+        folder = path if path.is_dir() else path.parent
+        return self._remote(self.service(roots, spec.device), replace(spec, device="auto"), folder)
 
     def open_at_peer(self, settings: PeerSettings) -> RemoteModel:
         """The handle of the model of a [peers.NAME]. Starts, loads and asks nothing."""

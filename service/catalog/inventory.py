@@ -4,16 +4,14 @@ reason.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..api import pick_context, pick_device
 from ..config import FILE_NAME, Config
 from ..console import columns, wrapped
-from ..core import Sampling
+from ..core import ModelSpec, Sampling
 from ..engine.effective_sampling import checkpoint_sampling, effective_sampling
 from ..engine.picture_reader import vision_figures
 from ..engine.session import Blueprint, draw_blueprint
@@ -99,8 +97,7 @@ def model_rows(
     roots = model_roots(config)
     values: dict[str, Any] = dict(config.memory)
     settings = MemorySettings(**values)
-    place = pick_device(device)
-    truth = read_truth(place.type)
+    truth = read_truth(pick_device(device).type)
     here = Here(truth.available, settings, make_budget(truth, settings))
     entries = roots.list()
     if model is not None:
@@ -108,8 +105,8 @@ def model_rows(
         entries = [entry for entry in entries if entry.path == path] or [
             ModelEntry(path.stem if path.is_file() else path.name, path)
         ]
-    asked = _Asked(place, context or config.context, quant, config.cache, config.draft)
-    rows = [_with_pull(_row(entry, roots, asked, here)) for entry in entries]
+    asked = ModelSpec("", context or config.context, quant, device)
+    rows = [_with_pull(_row(entry, roots, asked, config, here)) for entry in entries]
     links = roots.refused_links() if model is None else []
     return rows + [_blank(link.name, link.path, quant) | {"reason": link.reason} for link in links]
 
@@ -131,25 +128,15 @@ def _with_pull(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"pulled": pulled, "reason": f"{row['reason']}; pulled from {repo}: {text}{advice}"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The device, context and quantization of the rows, and whether draft layers are opened."""
-
-    device: torch.device
-    context: int | None
-    quant: str
-    cache: Path
-    draft: bool
-
-
-def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dict[str, Any]:
+def _row(entry: ModelEntry, roots: ModelRoots, asked: ModelSpec, config: Config, here: Here) -> dict[str, Any]:
+    device = pick_device(asked.device)
     row = _blank(entry.name, entry.path, asked.quant)
     try:
         checkpoint = open_checkpoint(entry.path, roots=roots.bases)
         row |= _from_files(checkpoint)
         row |= _from_config(checkpoint)
         _check_generation(checkpoint)
-        sketch = draw_blueprint(checkpoint, asked.device, SMALLEST_CONTEXT, asked.quant, asked.cache, draft=asked.draft)
+        sketch = draw_blueprint(checkpoint, device, SMALLEST_CONTEXT, asked.quant, config.cache, draft=config.draft)
     except OnedeskError as error:
         return row | {"reason": str(error)}
     context = _context(asked.context, sketch.config.max_position)
@@ -175,7 +162,7 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: _Asked, here: Here) -> dic
     reason = "; ".join((reason, *checkpoint.notes))
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
-    vision = vision_figures(checkpoint, asked.device)
+    vision = vision_figures(checkpoint, device)
     return row | {"fits": fits, "reason": reason, "opens": True, "sampling": _sampling(sketch), "vision": vision}
 
 

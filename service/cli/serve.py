@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Config, load_config, own_version
 from ..console import UsageError
+from ..core import ModelSpec
 from ..places import FILE_NAME
 from .options import Subcommands, whole_from
 
@@ -55,7 +56,7 @@ class ServePlan:
 
     config: Config
     address: ListenAddress
-    choice: ServedModels
+    served: ServedModels
     token: str | None
     token_file: Path | None
     version: str
@@ -128,7 +129,7 @@ def _plan(args: argparse.Namespace) -> ServePlan:
     return ServePlan(
         config=config,
         address=ListenAddress(host, port, args.uds),
-        choice=ServedModels(names, args.quant, args.device, args.context),
+        served=ServedModels(names, ModelSpec("", args.context, args.quant, args.device)),
         token=None if token_file is None else load_token(token_file),
         token_file=token_file,
         version=own_version(),
@@ -150,7 +151,7 @@ async def _run(plan: ServePlan) -> bool:
     from ..server.unused import end_when_unused
 
     REGISTRY.configure(plan.config)
-    service = Service(plan.config.service, Models(plan.config, REGISTRY, plan.choice), REGISTRY, plan.version)
+    service = Service(plan.config.service, Models(plan.config, REGISTRY, plan.served), REGISTRY, plan.version)
     guard = Guard(plan.token, None if plan.address.uds is not None else own_names(plan.address.host))
     stopped = _listen_for_signals(service)
     ended = False
@@ -159,7 +160,7 @@ async def _run(plan: ServePlan) -> bool:
         try:
             note = _note(plan, address)
             with noted(plan.config.cache, note):
-                service.start("the first load", lambda: service.warm_up(plan.choice.names))
+                service.start("the first load", lambda: service.warm_up(plan.served.names))
                 service.start("the renewal of models", lambda: renew_when_idle(service))
                 if plan.on_demand:
                     service.start("the look whether it is used", lambda: end_when_unused(service, stopped))

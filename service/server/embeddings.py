@@ -17,7 +17,7 @@ from .body import read_json
 from .error_documents import ApiError, to_json
 from .models import Uses
 from .pending import Work
-from .requests import prompts, whole
+from .requests import prompts, spec_of, whole
 from .schemas import EMBEDDINGS
 from .service import Service
 
@@ -45,7 +45,7 @@ def _begin(
     service: Service, body: Mapping[str, Any], dimensions: int | None, uses: Uses, cancel: CancelCheck
 ) -> tuple[str, OpenModel, list[list[int]]]:
     """The model and the token ids of every input, checked before anything is queued."""
-    name, model = service.find(body.get("model"), uses=uses)
+    name, model = service.find(spec_of(body, service.models.served.usual), uses)
     if dimensions is not None and dimensions > model.hidden_size:
         message = f"dimensions is {dimensions}, and this model has {model.hidden_size}; use at most that"
         raise ApiError(400, message, code="wrong_value", param="dimensions")

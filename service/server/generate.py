@@ -27,7 +27,7 @@ from .error_documents import ApiError, as_api_error, to_json
 from .frames import Frames
 from .models import Uses
 from .pending import Call
-from .requests import ParsedRequest, chat_ask, completion_ask, form_of, policy_of
+from .requests import ParsedRequest, chat_ask, completion_ask, policy_of, spec_of
 from .responses import AnswerWriter, ChatWriter, CompletionWriter, Document, Echo, added, usage
 from .schemas import CHAT, COMPLETION
 from .service import TICK, Service
@@ -71,7 +71,7 @@ async def begin(
 
     def prepare(cancel: CancelCheck) -> tuple[str, OpenModel, ParsedRequest, list[Prepared]]:
         policy = policy_of(body)
-        name, model = service.find(body.get("model"), form_of(body), uses)
+        name, model = service.find(spec_of(body, service.models.served.usual), uses)
         ask = ask_of(body, model.context)
         prepared = [model.prepared(request, cancel=cancel) for request in ask.requests]
         if policy is not None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from aiohttp import web
 
+from ..core import ModelSpec
 from ..loader.names import ModelEntry
 from .check import check
 from .error_documents import ApiError, to_json
-from .requests import ModelForm, form_of
+from .requests import spec_of
 from .schemas import OWN
 from .service import Service
 
@@ -39,9 +40,9 @@ async def models(service: Service, request: web.Request) -> web.Response:
 async def model(service: Service, request: web.Request) -> web.Response:
     """One model."""
     name = request.match_info["name"]
-    form = _form(request)
+    spec = _spec(service, request)
     found = await service.in_thread(
-        lambda: [_document(service, entry, form) for entry in service.models.entries() if entry.name == name]
+        lambda: [_document(service, entry, spec) for entry in service.models.entries() if entry.name == name]
     )
     if not found:
         raise ApiError(
@@ -50,17 +51,17 @@ async def model(service: Service, request: web.Request) -> web.Response:
     return web.Response(body=to_json(found[0]), content_type="application/json")
 
 
-def _form(request: web.Request) -> ModelForm:
+def _spec(service: Service, request: web.Request) -> ModelSpec:
     """The requested variant: ?context=N&quant=Q, as in the `onedesk` object of a request. Raises ApiError 400."""
     asked: dict[str, Any] = dict(request.query)
     context = asked.get("context")
     if context is not None:
         asked["context"] = int(context) if context.isdecimal() and len(context) < _DIGITS else context
     check(asked, OWN)
-    return form_of({"onedesk": asked})
+    return spec_of({"onedesk": asked}, service.models.served.usual)
 
 
-def _document(service: Service, entry: ModelEntry, form: ModelForm | None = None) -> dict[str, Any]:
-    document = service.models.document(entry, form)
+def _document(service: Service, entry: ModelEntry, spec: ModelSpec | None = None) -> dict[str, Any]:
+    document = service.models.document(entry, spec)
     document["onedesk"]["at_once"] = service.places.of(entry.name)
     return document

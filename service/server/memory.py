@@ -15,7 +15,7 @@ from ..core import CancelCheck
 from ..memory.pool import Released
 from .body import read_json
 from .error_documents import ApiError, to_json
-from .requests import ModelForm, form_of, policy_of
+from .requests import policy_of, spec_of
 from .schemas import NOTHING, POLICY, RELEASE, SLEEP
 from .service import Service, Waking
 
@@ -27,7 +27,7 @@ async def show_memory(service: Service, request: web.Request) -> web.Response:
 
 
 def _report(service: Service) -> dict[str, Any]:
-    report = memory_report(service.registry.config, device=service.models.choice.device, proc=None)
+    report = memory_report(service.registry.config, device=service.models.served.usual.device, proc=None)
     return report | {
         "leases": [*report["leases"], *service.tenants.rows()],
         "asleep": service.asleep,
@@ -43,9 +43,9 @@ async def release(service: Service, request: web.Request) -> web.Response:
         raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
     if nbytes is not None:
         return _answer(service, *await service.giving_back(_make_room, service, int(nbytes)))
-    form = form_of({"onedesk": body})
-    if form != ModelForm():
-        _, model = await service.in_thread(service.find, str(owner), form)
+    if "context" in body or "quant" in body:
+        spec = spec_of({"model": owner, "onedesk": body}, service.models.served.usual)
+        _, model = await service.in_thread(service.find, spec)
         return _answer(service, await service.giving_back(model.give_way), [model])
     models = [model for model in service.registry.models() if model.name == owner]
     return _answer(service, await service.giving_back(_release, service, str(owner)), models)
@@ -53,7 +53,7 @@ async def release(service: Service, request: web.Request) -> web.Response:
 
 def _make_room(service: Service, nbytes: int) -> tuple[list[Released], list[OpenModel]]:
     """The bytes that came back and the owners that were asked; none if there is enough memory already."""
-    pool = service.registry.pool(service.models.choice.device)
+    pool = service.registry.pool(service.models.served.usual.device)
     lacking = nbytes - max(0, pool.room().now)
     return (pool.make_room(lacking), service.registry.models()) if lacking > 0 else ([], [])
 
@@ -73,7 +73,9 @@ async def set_policy(service: Service, request: web.Request) -> web.Response:
     """Set when a model gives way. A time that has already passed counts."""
     own = {"onedesk": await read_json(service, request, POLICY)}
     policy = policy_of(own)
-    name, model = await service.in_thread(service.find, own["onedesk"]["owner"], form_of(own))
+    name, model = await service.in_thread(
+        service.find, spec_of({"model": own["onedesk"]["owner"], **own}, service.models.served.usual)
+    )
     if policy is not None:
         model.policy = policy
     return web.Response(body=to_json({"owner": name, "policy": str(model.policy)}), content_type="application/json")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..api import OpenModel
@@ -19,19 +19,17 @@ from ..loader.files import short
 from ..loader.names import ModelEntry, ModelRoots, pull_advice
 from ..registry import Registry
 from .error_documents import ApiError
-from .requests import ModelForm
 
-FORMS_LIMIT = 8  # handles that are kept per model, one per context length and quantization
+VARIANTS_LIMIT = 8  # handles that are kept per model, one per context length and quantization
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """How models are opened: the command's common options. Empty `names`: every listed model."""
+    """Which models are served, every listed one without `names`, and how they are opened: `usual` has the command's
+    common options and no name."""
 
     names: tuple[str, ...] = ()
-    quant: str = "none"
-    device: str = "auto"
-    context: int | None = None
+    usual: ModelSpec = field(default_factory=lambda: ModelSpec(""))
 
 
 @dataclass(slots=True)
@@ -45,8 +43,8 @@ class Uses:
 class Models:
     """The models of a service. Thread-safe; every method may read files."""
 
-    def __init__(self, config: Config, registry: Registry, choice: ServedModels) -> None:
-        self.choice = choice
+    def __init__(self, config: Config, registry: Registry, served: ServedModels) -> None:
+        self.served = served
         self._config = config
         self._registry = registry
         self._roots: ModelRoots = model_roots(config)
@@ -60,7 +58,7 @@ class Models:
         found = self._roots.list()
         with self._lock:
             self._forget_stale({spec.name for spec in self._open} - {entry.name for entry in found})
-        return [entry for entry in found if entry.name in self.choice.names] if self.choice.names else found
+        return [entry for entry in found if entry.name in self.served.names] if self.served.names else found
 
     @contextmanager
     def using(self) -> Iterator[Uses]:
@@ -84,26 +82,30 @@ class Models:
     def _unused(self, opened: OpenModel) -> bool:
         return not opened.loaded and not opened.busy and not self._uses[opened]
 
-    def find(self, asked: str | None, form: ModelForm | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The name and the handle for a requested name. The handle loads at its first use. Raises as `name_of` and
+    def spec(self, name: str) -> ModelSpec:
+        """A served model as it is opened when a request names nothing else."""
+        return replace(self.served.usual, name=name, context=None)
+
+    def find(self, spec: ModelSpec, uses: Uses | None = None) -> tuple[str, OpenModel]:
+        """The name and the handle of a requested model. The handle loads at its first use. Raises as `name_of` and
         `open`.
         """
-        key = self._key(asked or "", form or ModelForm())
-        opened = self._open.get(key)
+        opened = self._open.get(spec)
         # The usual case, with a single check of its files: each check is a dozen system calls before the first token.
         if opened is not None and not opened.stale:
             with self._lock:
-                if self._open.get(key) is opened:
-                    self._open[key] = self._open.pop(key)
+                if self._open.get(spec) is opened:
+                    self._open[spec] = self._open.pop(spec)
                     self._hold(opened, uses)
-                    return key.name, opened
-        name = self.name_of(asked)
-        return name, self.open(name, form, uses)
+                    return spec.name, opened
+        name = self.name_of(spec.name)
+        return name, self.open(replace(spec, name=name), uses)
 
-    def name_of(self, asked: str | None) -> str:
-        """The served name for a requested name. Raises ApiError 404 for an unknown model, 400 if a name is needed."""
-        if asked is None:
-            default = self.choice.names[0] if self.choice.names else default_model(self._config)
+    def name_of(self, asked: str) -> str:
+        """The served name for a requested name, "" for the default model. Raises ApiError 404 for an unknown model, 400
+        if a name is needed."""
+        if not asked:
+            default = self.served.names[0] if self.served.names else default_model(self._config)
             if default is None:
                 raise ApiError(400, "model is missing; give a name of /v1/models", code="missing_field", param="model")
             return default
@@ -116,32 +118,28 @@ class Models:
             raise ApiError(404, message, code="model_not_found", param="model")
         return asked
 
-    def open(self, name: str, form: ModelForm | None = None, uses: Uses | None = None) -> OpenModel:
-        """The handle of a served name. It loads at its first use. Raises ModelError, FileError, RequestError."""
+    def open(self, spec: ModelSpec, uses: Uses | None = None) -> OpenModel:
+        """The handle of a served model. It loads at its first use. Raises ModelError, FileError, RequestError."""
         with self._lock:
-            key = self._key(name, form or ModelForm())
-            opened = self._open.get(key)
+            opened = self._open.get(spec)
             if opened is None or opened.stale:
                 try:
-                    opened = self._opened(key)
+                    opened = self._opened(spec)
                 except OnedeskError:
-                    self._forget_stale({name})
+                    self._forget_stale({spec.name})
                     raise
-            self._open.pop(key, None)
-            self._open[key] = opened
+            self._open.pop(spec, None)
+            self._open[spec] = opened
             self._hold(opened, uses)
-            self._forget_forms(name)
+            self._forget_variants(spec.name)
             return opened
-
-    def _key(self, name: str, form: ModelForm) -> ModelSpec:
-        return ModelSpec(name, form.context, form.quant or self.choice.quant, self.choice.device)
 
     def _opened(self, spec: ModelSpec) -> OpenModel:
         path = self._roots.resolve(spec.name)
         return self._registry.open(
             spec.name,
             roots=self._roots,
-            context=spec.context or self.choice.context or usual_context(self._config, path, self._roots),
+            context=spec.context or self.served.usual.context or usual_context(self._config, path, self._roots),
             quant=spec.quant,
             device=spec.device,
             load=False,
@@ -158,16 +156,16 @@ class Models:
             if self._unused(opened):
                 self._registry.forget(self._open.pop(key))
 
-    def _forget_forms(self, name: str) -> None:
+    def _forget_variants(self, name: str) -> None:
         """A client may request many contexts in turn: of the variants that are neither loaded nor in use, keep only the
         latest few.
         """
-        forms = [key for key in self._open if key.name == name and key.context is not None]
-        for key in forms[:-FORMS_LIMIT]:
+        variants = [key for key in self._open if key.name == name and key.context is not None]
+        for key in variants[:-VARIANTS_LIMIT]:
             if self._unused(self._open[key]):
                 self._registry.forget(self._open.pop(key))
 
-    def document(self, entry: ModelEntry, form: ModelForm | None = None) -> dict[str, Any]:
+    def document(self, entry: ModelEntry, spec: ModelSpec | None = None) -> dict[str, Any]:
         """A model as /v1/models shows it. A broken one has the reason."""
         more: dict[str, Any] = {
             "toy": is_toy(entry.name),
@@ -178,7 +176,7 @@ class Models:
             "reason": "",
         }
         try:
-            opened = self.open(entry.name, form)
+            opened = self.open(replace(spec or self.spec(entry.name), name=entry.name))
             more |= {
                 "context": opened.context,
                 "loaded": opened.loaded,

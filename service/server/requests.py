@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..core import CHOICES_LIMIT, PICTURES_LIMIT, Message, Picture, Request, Sampling, Thinking
+from ..core import CHOICES_LIMIT, PICTURES_LIMIT, Message, ModelSpec, Picture, Request, Sampling, Thinking
 from ..errors import RequestError
 from ..memory.policy import Policy
 from ..text.tool_calls import CLOSE, FRAME, call_schema
@@ -24,14 +24,6 @@ DETAIL = {"low": 262_144, "auto": None, "high": 4_194_304}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelForm:
-    """The requested variant of a model; None: the service's default."""
-
-    context: int | None = None
-    quant: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A parsed request: one engine request per prompt, and the shape of the response."""
 
@@ -45,10 +37,11 @@ class ParsedRequest:
     one_call: bool = False
 
 
-def form_of(body: Mapping[str, Any]) -> ModelForm:
-    """The variant of the model that a body asks for."""
+def spec_of(body: Mapping[str, Any], usual: ModelSpec) -> ModelSpec:
+    """The model that a body asks for; what it leaves out is as in `usual`. Without a name it is the service's default
+    model."""
     own = _own(body)
-    return ModelForm(whole(own.get("context")), own.get("quant"))
+    return ModelSpec(body.get("model") or "", whole(own.get("context")), own.get("quant") or usual.quant, usual.device)
 
 
 def policy_of(body: Mapping[str, Any]) -> Policy | None:

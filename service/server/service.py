@@ -13,14 +13,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from ..api import OpenModel
 from ..config import ServiceSettings
-from ..core import CancelCheck, Event
+from ..core import CancelCheck, Event, ModelSpec
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
 from .concurrency import Places
 from .error_documents import SOON, ApiError, contained
 from .models import Models, Uses
 from .pending import HESITATION, Call, Sink, Work
-from .requests import ModelForm
 from .statistics import Figures
 from .tasks import ended, kept_up
 from .tenants import Tenants
@@ -56,7 +55,7 @@ class Service:
         self.version = version
         self.figures = Figures()
         self.places = Places(settings.concurrency, registry)
-        self.tenants = Tenants(lambda: registry.pool(models.choice.device))
+        self.tenants = Tenants(lambda: registry.pool(models.served.usual.device))
         self.aborting = False  # whether long work should end at once
         self.ready = False
         self.stopping = False
@@ -129,11 +128,11 @@ class Service:
             worker.preparing -= 1
             gone.set()
 
-    def find(self, asked: str | None, form: ModelForm | None = None, uses: Uses | None = None) -> tuple[str, OpenModel]:
-        """The served name and the handle for a requested name. Reads files. Raises ApiError 404, OnedeskError for a
+    def find(self, spec: ModelSpec, uses: Uses | None = None) -> tuple[str, OpenModel]:
+        """The served name and the handle of a requested model. Reads files. Raises ApiError 404, OnedeskError for a
         broken model.
         """
-        return self.models.find(asked, form, uses)
+        return self.models.find(spec, uses)
 
     @asynccontextmanager
     async def waiting_for(self, name: str, calls: Sequence[Call]) -> AsyncIterator[Sequence[Call]]:

@@ -68,7 +68,7 @@ class Desk:
         self.registry.configure(self.config)
 
     def remote(self, name: str = MODEL, *, context: int = 1024, quant: str = "none") -> RemoteModel:
-        return self.registry.open_in_service(name, roots=self.roots, context=context, quant=quant, device="cpu")
+        return self.registry.open_in_service(ModelSpec(name, context, quant, "cpu"), roots=self.roots)
 
     def here(self, name: str = MODEL, *, context: int = 1024, quant: str = "none") -> OpenModel:
         return self.registry.open(name, roots=self.roots, context=context, quant=quant, device="cpu", load=False)

@@ -6,14 +6,15 @@ import json
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from onedesk.service.cli import command
 from onedesk.service.config import load_config
+from onedesk.service.core import ModelSpec
 from onedesk.service.registry import Registry
-from onedesk.service.server.models import FORMS_LIMIT, Models, ServedModels
-from onedesk.service.server.requests import ModelForm
+from onedesk.service.server.models import VARIANTS_LIMIT, Models, ServedModels
 from serving import MODEL, THINKER, Server
 
 SHORT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 4, "seed": 1}
@@ -247,11 +248,11 @@ def test_a_form_of_a_model_is_one_of_its_own(server: Server) -> None:
 def test_only_the_latest_variants_of_a_model_are_kept(server: Server) -> None:
     config, registry = load_config(server.tree / "onedesk.toml"), Registry()
     registry.configure(config)
-    models = Models(config, registry, ServedModels(device="cpu"))
-    usual = models.open(MODEL)
+    models = Models(config, registry, ServedModels(usual=ModelSpec("", device="cpu")))
+    usual = models.open(models.spec(MODEL))
     for context in range(200, 220):
-        assert models.open(MODEL, ModelForm(context)).context == context
+        assert models.open(replace(models.spec(MODEL), context=context)).context == context
     kept = registry.models()
-    assert sorted(model.context for model in kept if model is not usual) == list(range(220 - FORMS_LIMIT, 220))
-    assert models.open(MODEL) is usual
+    assert sorted(model.context for model in kept if model is not usual) == list(range(220 - VARIANTS_LIMIT, 220))
+    assert models.open(models.spec(MODEL)) is usual
     registry.close()

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from kept_kernels import keep_kernels
 from onedesk.service import config as config_module
 from onedesk.service.api import OpenModel
 from onedesk.service.config import load_config
+from onedesk.service.core import ModelSpec
 from onedesk.service.errors import FileError
 from onedesk.service.registry import Registry
 from onedesk.service.server.error_documents import ApiError
 from onedesk.service.server.models import Models, ServedModels
-from onedesk.service.server.requests import ModelForm
 from tiny_models import write_language_model
 
 
@@ -40,19 +41,19 @@ def served(tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "onedesk.toml").write_text('[models]\ndefault = "writer"\n', encoding="utf-8")
     config = load_config(tmp_path / "onedesk.toml")
     registry.configure(config)
-    return Models(config, registry, ServedModels(device="cpu"))
+    return Models(config, registry, ServedModels(usual=ModelSpec("", device="cpu")))
 
 
-def found(served: Models, asked: str | None, form: ModelForm | None = None) -> OpenModel:
+def found(served: Models, name: str, context: int | None = None) -> OpenModel:
     """As a request finds its model."""
-    return served.find(asked, form)[1]
+    return served.find(replace(served.spec(name), context=context))[1]
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["folder gone", "folder empty"])
 def test_a_model_without_files_is_not_found_and_released(
     served: Models, registry: Registry, tmp_path: Path, empty: bool
 ) -> None:
-    forms = [found(served, "writer"), found(served, "writer", ModelForm(context=64)), found(served, "other")]
+    forms = [found(served, "writer"), found(served, "writer", 64), found(served, "other")]
     for model in forms:
         model.load()
     used = registry.pool("cpu").used()
@@ -106,11 +107,11 @@ def test_a_model_whose_settings_alone_changed_is_opened_anew(
 
 
 def test_a_default_that_is_broken_gives_its_bytes_back_too(served: Models, registry: Registry, tmp_path: Path) -> None:
-    model = found(served, None)
+    model = found(served, "")
     run(model, ask(max_tokens=2))
     (tmp_path / "models" / "writer" / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(FileError, match=r"model\.safetensors"):
-        found(served, None)
+        found(served, "")
     assert registry.models() == []
     assert model.held_bytes() == 0
 
@@ -129,8 +130,8 @@ class Looks:
 
 
 def test_an_open_model_is_found_with_one_file_check(served: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = [served.find(name, form) for name in ("writer", "other") for form in (None, ModelForm(context=64))]
+    opened = [found(served, name, context) for name in ("writer", "other") for context in (None, 64)]
     for looks in (Looks(monkeypatch, "config.json"), Looks(monkeypatch, "tokenizer.json")):
         before = looks.count
-        assert served.find("writer", ModelForm(context=64)) == opened[1]
+        assert found(served, "writer", 64) is opened[1]
         assert looks.count == before + 1

@@ -19,7 +19,7 @@ from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
 from onedesk.service.server import tenants as tenants_module
-from onedesk.service.server.models import FORMS_LIMIT
+from onedesk.service.server.models import VARIANTS_LIMIT
 from onedesk.service.server.tenants import Tenant, Tenants
 from serving import MODEL, THINKER, Server, write_tree
 
@@ -132,7 +132,7 @@ def test_a_queued_request_keeps_its_model_open(inside: Inside) -> None:
     answers: list[Any] = []
     waiting = in_threads(lambda: answers.append(inside.ask("POST", CHAT, ASK | {"onedesk": {"context": 40}})), 1)
     inside.until("onedesk_waiting", 1)
-    for context in range(50, 50 + 3 * FORMS_LIMIT):
+    for context in range(50, 50 + 3 * VARIANTS_LIMIT):
         assert inside.ask("GET", f"/v1/models/{MODEL}?context={context}")[0] == 200
     assert inside.ask("POST", "/v1/memory/wake", {})[0] == 200
     waiting[0].join(60)
