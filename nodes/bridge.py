@@ -169,7 +169,7 @@ def give_way(model: Model, *, wait: bool = True) -> tuple[Released, ...]:
 
 def open_model(choice: ModelChoice) -> Model:
     """The handle of a choice, known to ComfyUI's memory manager from its first use on. Loads nothing. Raises
-    ModelError, FileError, RequestError for an unknown place.
+    ModelError, FileError, RequestError for an unknown `where`.
     """
     spec = choice.spec(device())
     if choice.where == HERE:
@@ -331,8 +331,8 @@ class ComfyModels:
             _drop_outputs(nbytes)
         freed = self._pool.read_truth().available - before.available
         if freed < nbytes and before.device_free is not None:
-            place = mm.get_torch_device()
-            mm.free_memory(mm.get_free_memory(place) + nbytes - max(0, freed), place, keep_loaded=_ours())
+            torch_device = mm.get_torch_device()
+            mm.free_memory(mm.get_free_memory(torch_device) + nbytes - max(0, freed), torch_device, keep_loaded=_ours())
             freed = self._pool.read_truth().available - before.available
         log.info("ComfyUI was asked for %s; %s more are available", show(nbytes), show(max(0, freed)))
         return max(0, freed)
@@ -405,12 +405,12 @@ def correct_free_memory() -> None:
     """Correct ComfyUI's reading of free memory where it is wrong and onedesk.toml allows it; undone when the process
     ends.
     """
-    place = torch.device(mm.get_torch_device())
-    if place.type != "cuda":
+    torch_device = torch.device(mm.get_torch_device())
+    if torch_device.type != "cuda":
         return
     correction = FreeMemoryCorrection(mm, comfyui_version)
     try:
-        if load_config().comfyui.correct_free_memory and correction.apply(str(place)):
+        if load_config().comfyui.correct_free_memory and correction.apply(str(torch_device)):
             atexit.register(correction.undo)
     except OnedeskError as error:
         log.warning("ComfyUI's reading of free memory is left as it is: %s", error)

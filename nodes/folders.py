@@ -60,7 +60,7 @@ def preset_folders() -> tuple[Path, Path]:
     return PACK_FOLDER, Path(folder_paths.get_user_directory()) / "onedesk" / "presets"
 
 
-def places() -> list[str]:
+def where_choices() -> list[str]:
     """Where a model may run. A broken onedesk.toml costs only its servers."""
     try:
         peers = load_config().peers
@@ -71,7 +71,7 @@ def places() -> list[str]:
 
 
 def peer_settings(where: str) -> PeerSettings:
-    """The onedesk.toml entry that a place names. Raises RequestError for an unknown name, FileError for a
+    """The onedesk.toml entry that a choice of `where` names. Raises RequestError for an unknown name, FileError for a
     broken file.
     """
     peers = load_config().peers
@@ -79,13 +79,13 @@ def peer_settings(where: str) -> PeerSettings:
     if not where.startswith(OTHER) or name not in peers:
         known = ", ".join([HERE, SERVICE, *(OTHER + known for known in peers)])
         raise RequestError(
-            f"no place is called {where[:80]!r}; there are: {known}; write others as [peers.NAME] into onedesk.toml"
+            f"`where` is {where[:80]!r}; use one of {known}; write others as [peers.NAME] into onedesk.toml"
         )
     return peers[name]
 
 
-def check_place(where: str) -> None:
-    """Refuse an unknown place. Raises as `peer_settings`."""
+def check_where(where: str) -> None:
+    """Refuse an unknown choice of `where`. Raises as `peer_settings`."""
     if where not in (HERE, SERVICE):
         peer_settings(where)
 
@@ -99,7 +99,7 @@ def check_model(choice: ModelChoice) -> None:
 
 
 def config_stamp(where: str) -> list[list[str | int]]:
-    """[place, nanoseconds] of the entry's file: a changed entry is another model. Contains nothing of the entry
+    """[path, nanoseconds] of the entry's file: a changed entry is another model. Contains nothing of the entry
     itself.
     """
     file = load_config().file

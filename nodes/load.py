@@ -7,11 +7,11 @@ from comfy_api.latest import io
 from ..service.errors import OnedeskError
 from .folders import (
     check_model,
-    check_place,
+    check_where,
     config_stamp,
     file_stamps,
     model_roots,
-    places,
+    where_choices,
 )
 from .sockets import CATEGORY, MODEL
 from .values import (
@@ -92,7 +92,7 @@ class OnedeskLoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "where",
-                    options=places(),
+                    options=where_choices(),
                     default=HERE,
                     optional=True,
                     tooltip=(
@@ -112,7 +112,7 @@ class OnedeskLoadModel(io.ComfyNode):
         """Refuse a bad name when the workflow is queued. ComfyUI leaves the check of the inputs named here to us."""
         try:
             if where is not None:
-                check_place(where)
+                check_where(where)
             if model is not None and not (where or HERE).startswith(OTHER):
                 model_roots().resolve(model)
         except OnedeskError as error:
@@ -134,7 +134,7 @@ class OnedeskLoadModel(io.ComfyNode):
     def execute(
         cls, model: str, weights: str, context: int, policy: str, ttl: float = TTL_SECONDS, where: str = HERE
     ) -> io.NodeOutput:
-        check_place(where)
+        check_where(where)
         choice = ModelChoice(model, weights, context, policy, ttl, where)
         _ = choice.terms  # raises for an invalid time
         check_model(choice)

@@ -66,18 +66,18 @@ class Writing:
         self._view = view
         self._stream: Events | None = None
         self._written: list[_WrittenText] = []
-        self._place = 0  # position in the service's queue, 0: not queued
+        self._queue_position = 0  # position in the service's queue, 0: not queued
 
     def prepare(self, model: Model, cancel: CancelCheck) -> None:
         """Check all questions before the first is answered. Raises RequestError, ModelError."""
         requests = []
-        for place, question in enumerate(self._questions):
+        for index, question in enumerate(self._questions):
             if cancel():
                 raise Cancelled("stopped while checking the messages")
             try:
                 requests.append(question.request(model))
             except RequestError as error:
-                raise RequestError(self._named(place, ""), *error.args) from error
+                raise RequestError(self._named(index, ""), *error.args) from error
         self._written = [_WrittenText() for _ in self._questions]
         if isinstance(model, RemoteModel):  # it may have to be started first
             self._view.write(f"(waiting for {model.peer.title})")
@@ -110,9 +110,9 @@ class Writing:
         """The started texts, and always the first: they start in the order of the questions. While all wait, the queue
         position.
         """
-        if self._place and not any(one.begun or one.result for one in self._written):
-            return [f"(waiting for its turn at the service, place {self._place})"]
-        return [one.text for place, one in enumerate(self._written) if one.begun or not place]
+        if self._queue_position and not any(one.begun or one.result for one in self._written):
+            return [f"(waiting for its turn at the service, position {self._queue_position})"]
+        return [one.text for index, one in enumerate(self._written) if one.begun or not index]
 
     def _take(self, event: Event) -> None:
         one = self._written[event.request]
@@ -131,14 +131,14 @@ class Writing:
 
     def _report(self, progress: Progress) -> None:
         """Prefill during decoding does not move the bar back. The position in a queue is shown in words."""
-        self._place = progress.done if progress.stage == "queue" else 0
+        self._queue_position = progress.done if progress.stage == "queue" else 0
         if progress.stage == "queue":
             return
         if progress.stage == "load" or not any(one.tokens for one in self._written):
             self._view.report(progress)
 
-    def _named(self, place: int, words: str) -> str:
-        return words if len(self._questions) == 1 else f"item {place + 1} of {len(self._questions)}: {words}"
+    def _named(self, index: int, words: str) -> str:
+        return words if len(self._questions) == 1 else f"item {index + 1} of {len(self._questions)}: {words}"
 
 
 class _WrittenText:

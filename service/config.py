@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .errors import FileError
-from .places import FILE_NAME, TREE_LINK
 from .toml_file import Kind, checked, read_document
+from .tree_names import FILE_NAME, TREE_LINK
 
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

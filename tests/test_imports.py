@@ -40,7 +40,7 @@ ROOMS = (
         "service/config",
         "service/toml_file",
         "service/errors",
-        "service/places",
+        "service/tree_names",
     ),
 )
 # Within the lowest: each of these may use those after it, nothing else.
@@ -53,7 +53,7 @@ BASE_ORDER = (
     "service/toml_file",
     "service/core",
     "service/errors",
-    "service/places",
+    "service/tree_names",
 )
 ROOT = Path(__file__).resolve().parents[1]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths"}

@@ -30,7 +30,7 @@ from ..memory.machine_pool import make_pool
 from ..memory.pool import Pool, Released
 from ..memory.read_bandwidth import keep_ceiling, known_ceiling
 from ..memory.truth import read_truth
-from ..places import DEMO_WRITER
+from ..tree_names import DEMO_WRITER
 from .ceiling import read_ceiling
 from .peak_watch import status_bytes
 from .run import find_model

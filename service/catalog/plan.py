@@ -143,12 +143,12 @@ def plan_model(
     title, described = find_config(name, config)
     network = compose(described)
     values: dict[str, Any] = dict(config.memory)
-    place = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
+    kind = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
     machine = PlannedMachine(
-        read_truth(place).available if memory is None else memory,
+        read_truth(kind).available if memory is None else memory,
         images,
         MemorySettings(**values),
-        place,
+        kind,
         nodes,
         config.draft,
     )
@@ -179,7 +179,7 @@ def plan_model(
         "images": images or 0,
         "room": machine.room,
         "nodes": nodes,
-        "device": place,
+        "device": kind,
         "forms": rows,
     }
 

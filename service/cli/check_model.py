@@ -58,11 +58,11 @@ def check_model(
     desk = _ModelOpener(name, config, roots, device, context)
     try:
         with closing(desk.open(quant)) as model:
-            told = (
+            opened_with = (
                 f"{model.name}: {model.layers} layers, {show(model.need.weights)} in {model.weight_format};"
                 f" {model.kernels}"
             )
-            checks = [Check("opened", "ok", told), *_runs(model, desk.pool)]
+            checks = [Check("opened", "ok", opened_with), *_runs(model, desk.pool)]
             # Greedy: otherwise the host samples from the scores, which is not an operator of the model.
             greedy = replace(_request(model), sampling=Sampling(temperature=0.0))
             checks.append(check_operators(desk.pool.device, lambda: _result(model, greedy)))

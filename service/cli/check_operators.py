@@ -36,8 +36,8 @@ class OperatorCounts(TorchDispatchMode):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             computed = [tensor for tensor in read if tensor.is_floating_point() and tensor.dim()]
             if computed:
-                place = self.host if any(tensor.device.type == "cpu" for tensor in computed) else self.device
-                place[name] += 1
+                counts = self.host if any(tensor.device.type == "cpu" for tensor in computed) else self.device
+                counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 

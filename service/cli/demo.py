@@ -13,10 +13,10 @@ from typing import Any
 from ..config import Config, load_config
 from ..console import UsageError, ends_as_interrupted, write_json
 from ..errors import FileError, PeerError, RequestError
-from ..places import DEMO_WRITER
 from ..setup.comfyui import ComfyProcess
 from ..setup.desk import device_arguments, folder_arguments, need_desk
 from ..setup.tree import Desk, Tree
+from ..tree_names import DEMO_WRITER
 from .options import SUCCESS, Subcommands
 
 LOG = logging.getLogger(__name__)

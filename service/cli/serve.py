@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..config import Config, load_config, own_version
 from ..console import UsageError
 from ..core import ModelSpec
-from ..places import FILE_NAME
+from ..tree_names import FILE_NAME
 from .options import Subcommands, whole_from
 
 if TYPE_CHECKING:

@@ -115,10 +115,10 @@ class GraphStepper:
         runner, count = self._runner, len(ids)
         if runner is None or self._in_flight or not self.checks:
             raise ValueError("steps are in flight, or the stepper checks nothing")
-        slot, places = self._slots[0], range(1 - known, count + 1 - known)
+        slot, drawn = self._slots[0], range(1 - known, count + 1 - known)
         feeds = [
-            Feed(sequence, sampler, token, -1, sampler.drawn + max(0, place), wanted=place >= 0)
-            for token, place in zip(ids, places, strict=True)
+            Feed(sequence, sampler, token, -1, sampler.drawn + max(0, index), wanted=index >= 0)
+            for token, index in zip(ids, drawn, strict=True)
         ]
         draws = self._send_plan(slot, count, feeds, range(sequence.length, sequence.length + count))
         runner.buffers.fill_verify(sequence, ids)

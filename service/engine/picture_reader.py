@@ -152,13 +152,13 @@ class PictureTask:
         last = first + batch.positions.shape[0]
         device = batch.positions.device
         turns = turns_of(self.positions, first, last, rotary.positions, self.reader.key_block)
-        rotary.turn_axes(turns.places)
+        rotary.turn_axes(turns.axes)
         batch.turns, batch.first_turns = turns.turns.to(device), turns.first_turns.to(device)
         with ExitStack() as held:
             found = []
-            for number, place, own in self.positions.within(first, last):
+            for number, rows, own in self.positions.within(first, last):
                 output = held.enter_context(self.reader.output(self.pictures[number], cancel))
-                found.append((place, output[:, own]))
+                found.append((rows, output[:, own]))
             batch.pictures = found
             yield
 

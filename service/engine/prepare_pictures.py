@@ -1,4 +1,4 @@
-"""Places the pictures of a request in its prompt. All that can be refused is refused before any is resized."""
+"""Puts the pictures of a request in its prompt. All that can be refused is refused before any is resized."""
 
 from __future__ import annotations
 

@@ -136,18 +136,18 @@ def cached_snapshot(root: Path, repo: str, revision: str | None) -> RepositorySn
     `root` is the cache, the folder that holds it as `hub`, or the repository's own folder in it.
     """
     name = f"models--{repo.replace('/', '--')}"
-    places = [
-        place
-        for place in (root / name, root / "hub" / name, root)
-        if place.name == name and (place / "snapshots").is_dir()
+    folders = [
+        candidate
+        for candidate in (root / name, root / "hub" / name, root)
+        if candidate.name == name and (candidate / "snapshots").is_dir()
     ]
-    if not places:
+    if not folders:
         return None
     commit = revision or "main"
-    ref = places[0] / "refs" / commit
+    ref = folders[0] / "refs" / commit
     if "/" not in commit and ref.is_file():
         commit = ref.read_text(encoding="ascii", errors="replace").strip()
-    folder = places[0] / "snapshots" / commit
+    folder = folders[0] / "snapshots" / commit
     if not (len(commit) == 40 and set(commit) <= _HASH_DIGITS and folder.is_dir()):
         return None
     files = tuple(

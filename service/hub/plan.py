@@ -211,9 +211,9 @@ def check_disk(plan: PullPlan, limits: HubLimits) -> None:
     """Raise FileError if the disk cannot hold the missing bytes, 2 % more, and the reserve."""
     needed, free = dict[int, int](), dict[int, int]()
     for folder in plan.folders:
-        place = _existing(folder.root)
-        device = place.stat().st_dev
-        free[device] = shutil.disk_usage(place).free
+        existing = _existing(folder.root)
+        device = existing.stat().st_dev
+        free[device] = shutil.disk_usage(existing).free
         lacking = sum(file.missing for file in folder.files) - sum(
             _reserved(folder.root, file) for file in folder.files
         )

@@ -187,10 +187,10 @@ class RotaryTable:
         """Bytes of both tables, alignment included."""
         return 2 * carved_bytes((positions + rows, dim // 2), torch.float32)
 
-    def turn_axes(self, places: torch.Tensor) -> None:
-        """Fill the further rows for places int64 [3, n] (time, row, column): each pair of a head has its own axis."""
-        if self.axes is None or self.positions + places.shape[1] > self.cos.shape[0]:
-            raise ValueError(f"the table has no room for {places.shape[1]} rows with three axes")
-        wanted = places.to(self.cos.device)[self.axes].t()
+    def turn_axes(self, axes: torch.Tensor) -> None:
+        """Fill the further rows for axes int64 [3, n] (time, row, column): each pair of a head has its own axis."""
+        if self.axes is None or self.positions + axes.shape[1] > self.cos.shape[0]:
+            raise ValueError(f"the table has no room for {axes.shape[1]} rows with three axes")
+        wanted = axes.to(self.cos.device)[self.axes].t()
         for table in (self.cos, self.sin):
-            table[self.positions : self.positions + places.shape[1]] = table[: self.positions].gather(0, wanted)
+            table[self.positions : self.positions + axes.shape[1]] = table[: self.positions].gather(0, wanted)

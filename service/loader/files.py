@@ -54,7 +54,7 @@ class SourceFile:
         if self.size != other.st_size:
             return f"it had {self.size} bytes, now {other.st_size}"
         if self.inode != (other.st_dev, other.st_ino):
-            return f"another file of {self.size} bytes lies in its place"
+            return f"another file of {self.size} bytes is there instead"
         later = (other.st_mtime_ns - self.modified_ns) / 1e9
         return (
             f"it still has {self.size} bytes, but was written {abs(later):.9g} s {'later' if later > 0 else 'earlier'}"
@@ -71,8 +71,8 @@ def open_regular(path: Path, shown: str) -> Iterator[tuple[int, SourceFile]]:
         # O_NONBLOCK: opening a FIFO in place of a model file must not block
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        told = os.strerror(error.errno or 0)
-        raise FileError(f"{shown} cannot be opened: {told}{_OPENING_HELP.get(error.errno or 0, '')}") from None
+        reason = os.strerror(error.errno or 0)
+        raise FileError(f"{shown} cannot be opened: {reason}{_OPENING_HELP.get(error.errno or 0, '')}") from None
     except ValueError:
         raise FileError(f"{shown!r} is not a file name") from None
     try:

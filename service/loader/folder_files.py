@@ -80,5 +80,5 @@ def unfinished(files: FolderFiles) -> str | None:
 
 
 def listing(names: Sequence[str]) -> str:
-    told = ", ".join(short(name) for name in names[:TELL])
-    return told if len(names) <= TELL else f"{told} and {len(names) - TELL} more"
+    shown = ", ".join(short(name) for name in names[:TELL])
+    return shown if len(names) <= TELL else f"{shown} and {len(names) - TELL} more"

@@ -82,12 +82,12 @@ def read_header(path: Path, *, shown: str | None = None) -> Header:
             looks = _looks_like(read_exactly(fd, min(source.size, 256), 0, shown))
             if looks is None and shown.endswith(ENDINGS):
                 raise
-            told = (
+            why = (
                 f": it looks like {looks}"
                 if looks
                 else f"; name the model's folder, or a file that ends in {ENDINGS[0]}"
             )
-            raise FileError(f"{shown} is not a safetensors file{told}") from error
+            raise FileError(f"{shown} is not a safetensors file{why}") from error
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     for name in text.keys():  # noqa: SIM118 (a cursor, not a mapping)

@@ -139,13 +139,13 @@ def _read_indexed(files: FolderFiles, weight_map: Mapping[str, str]) -> FolderTe
             " download again"
         )
     unnamed = [tensor for tensor, info in tensors.items() if not info.named]
-    for told, what in (
+    for names, what in (
         (twice, f"are in several files, of which the one counts that {INDEX} names"),
         (lacking, f"of {INDEX} are in no file and were left out"),
         (unnamed, f"are not in {INDEX} and are left out where the network does not need them"),
     ):
-        if told:
-            notes.append(f"{len(told)} tensors {what}: {listing(told)}")
+        if names:
+            notes.append(f"{len(names)} tensors {what}: {listing(names)}")
     return FolderTensors(tensors, tuple(notes))
 
 

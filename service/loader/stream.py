@@ -137,7 +137,7 @@ def _watch(
     """Follow the readers until all have ended: report at most every PROGRESS_SECONDS, check for cancellation at every
     chunk.
     """
-    got, told = 0, time.monotonic()
+    got, reported = 0, time.monotonic()
     while readers:
         with suppress(queue.Empty):
             chunk = done.get(timeout=PROGRESS_SECONDS)
@@ -149,6 +149,6 @@ def _watch(
                     arrivals.take(chunk)
         if cancel is not None and cancel():
             raise Cancelled(f"loading was stopped after {got} of {start.total} bytes")
-        if progress is not None and got < start.total and time.monotonic() - told >= PROGRESS_SECONDS:
+        if progress is not None and got < start.total and time.monotonic() - reported >= PROGRESS_SECONDS:
             progress(Progress(start.stage, got, start.total))
-            told = time.monotonic()
+            reported = time.monotonic()

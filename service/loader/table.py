@@ -58,7 +58,7 @@ class _Many:
 
     asked: Sequence[int]
     rows: npt.NDArray[np.int64]
-    places: torch.Tensor | None
+    positions: torch.Tensor | None
     room: Future[memoryview]
 
 
@@ -109,9 +109,9 @@ class FileTable:
         started = time.perf_counter()
         self._settle()
         self._coming = None
-        wanted, places = self._distinct(rows)
+        wanted, positions = self._distinct(rows)
         if isinstance(wanted, np.ndarray):
-            self._coming = _Many(rows, wanted, places, self._thread.submit(self._bring, wanted))
+            self._coming = _Many(rows, wanted, positions, self._thread.submit(self._bring, wanted))
         else:
             self._coming = self._begin(wanted, self._may_not_wait)
         self.seconds += time.perf_counter() - started
@@ -128,19 +128,19 @@ class FileTable:
         if (
             isinstance(coming, _Many) and coming.asked is rows
         ):  # sorting 32,768 rows takes some ms, while a device waits
-            wanted, places = coming.rows, coming.places
+            wanted, positions = coming.rows, coming.positions
         else:
-            wanted, places = self._distinct(rows)
+            wanted, positions = self._distinct(rows)
         values = self._values(wanted)
-        if places is not None:
-            values = values[places]
+        if positions is not None:
+            values = values[positions]
         out = torch.empty((len(rows), self.shape[1])) if out is None else out
         out.copy_(values)
         factor = self._factor()
         if factor != 1.0:
             if factor == 0.0 and bool(values.any()):
-                place = int(values.any(1).nonzero()[0])
-                self._refuse(self.parts, rows[place], "numbers other than 0 under a scale of 0")
+                first = int(values.any(1).nonzero()[0])
+                self._refuse(self.parts, rows[first], "numbers other than 0 under a scale of 0")
             out.mul_(factor)
         self.bytes += sum(self._widths) * len(wanted)
         self.seconds += time.perf_counter() - started
@@ -165,7 +165,7 @@ class FileTable:
             self._require(min(few), max(few))
         if len(few) == len(rows):
             return few, None
-        at = {row: place for place, row in enumerate(few)}
+        at = {row: index for index, row in enumerate(few)}
         return few, torch.tensor([at[row] for row in rows])
 
     def _require(self, least: int, most: int) -> None:
@@ -251,16 +251,16 @@ class FileTable:
     ) -> None:
         if self._reader is None:
             raise ValueError("nothing reads many rows at once here")
-        places = np.frombuffer(room, np.uint8)
+        out = np.frombuffer(room, np.uint8)
         for first, files, offsets in self._spots(infos, wanted, width):
             self._reader.announce(files, offsets, width)
-            done = self._reader.read(files, offsets, width, places[first * width :])
+            done = self._reader.read(files, offsets, width, out[first * width :])
             while done < len(offsets):  # read_exactly reports a truncated file or a disk error, or continues
                 at, row = (first + done) * width, int(wanted[first + done])
                 shown = infos[bisect_right(self._ends, row)].source.shown
                 room[at : at + width] = read_exactly(int(files[done]), width, int(offsets[done]), shown)
                 done += 1
-                done += self._reader.read(files[done:], offsets[done:], width, places[(first + done) * width :])
+                done += self._reader.read(files[done:], offsets[done:], width, out[(first + done) * width :])
 
     def _begin(self, wanted: Sequence[int], flags: int | None) -> _Few:
         """Read rows, grouped by file. With flags (None: not at all) only those that need no waiting; the system is
@@ -275,8 +275,8 @@ class FileTable:
         wanted, at, files = few.rows, 0, dict[int, int]()
         order = sorted(range(len(wanted)), key=wanted.__getitem__)
         for infos, width in zip((self.parts, self._groups), self._widths, strict=False):
-            for place in order:
-                row = wanted[place]
+            for index in order:
+                row = wanted[index]
                 part = bisect_right(self._ends, row)
                 info = infos[part]
                 fd = files.get(id(info.source))
@@ -285,7 +285,7 @@ class FileTable:
                         files.clear()
                     fd = files[id(info.source)] = self._files.descriptor(info.source)
                 to, offset = (
-                    few.room[at + place * width : at + place * width + width],
+                    few.room[at + index * width : at + index * width + width],
                     info.start + (row - self._firsts[part]) * width,
                 )
                 if not self._brought(fd, to, offset, flags):

@@ -129,7 +129,7 @@ class Claims:
             part.replace(self._file)
         except OSError as error:
             log.warning(
-                "what this process may hold cannot be told to others of this user (%s): they may plan with the same"
+                "other processes of this user cannot see what this one may hold (%s): they may plan with the same"
                 " memory",
                 error,
             )

@@ -202,7 +202,7 @@ class Pool:
             for last in (False, True):
                 with self.lock:
                     lacking = self._lacking(nbytes)
-                    lease = self._place(owner, kind, nbytes, align, last=last) if lacking <= 0 else None
+                    lease = self._allocate(owner, kind, nbytes, align, last=last) if lacking <= 0 else None
                 if lease is not None:
                     return self._locked_in(lease)
                 if not last:
@@ -368,7 +368,7 @@ class Pool:
         available = min(truth.available, truth.host_available)
         return available - self.budget.floor - (self._used - self._resident()) - promised, available
 
-    def _place(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
+    def _allocate(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
         """Place a lease. None if the system refuses, but on the `last` try its refusal is raised."""
         whole = (
             self.backend.page if nbytes >= self.backend.page > 0 else 1

@@ -100,12 +100,12 @@ class _Hashed:
         self.digests[first] = hashlib.sha256(octets.numpy().data).digest()
         if self.target is None:
             return
-        place = self.reading.destination(self.target, self.faster)
-        if not isinstance(place, torch.Tensor):
-            place.take(values, first, work)
+        part = self.reading.destination(self.target, self.faster)
+        if not isinstance(part, torch.Tensor):
+            part.take(values, first, work)
             return
         start = first * (octets.numel() // values.shape[0])
-        place.reshape(-1).view(torch.uint8)[start : start + octets.numel()] = octets
+        part.reshape(-1).view(torch.uint8)[start : start + octets.numel()] = octets
 
     def digest(self) -> bytes:
         """The hash of the tensor's name, type, shape and bytes."""

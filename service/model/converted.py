@@ -113,22 +113,22 @@ def _sample(path: Path, infos: list[TensorInfo], count: int) -> bytes:
 def open_converted(folder: Path, quant: str) -> Converted:
     """The converted weights in `folder`, their header checked. Raises FileError, ModelError."""
     header = read_header(folder / WEIGHTS, shown=WEIGHTS)
-    told = header.metadata
-    if (told.get("format"), told.get("version"), told.get("quant")) != ("onedesk", str(VERSION), quant):
+    metadata = header.metadata
+    if (metadata.get("format"), metadata.get("version"), metadata.get("quant")) != ("onedesk", str(VERSION), quant):
         raise ModelError(f"{WEIGHTS} does not say that it is version {VERSION} of weights in {quant}")
     aim = INT8
     if quant == "int4":
-        group = told.get("group", "")
+        group = metadata.get("group", "")
         if not group.isdecimal() or len(group) > 4 or not 32 <= int(group) <= 1024 or int(group) % 32:
             raise ModelError(f"{WEIGHTS} has groups of {group!r} columns")
-        aim = int4(int(group), symmetric=told.get("symmetric") == "true")
-    return Converted(folder / WEIGHTS, aim, told.get("content", ""), header.tensors)
+        aim = int4(int(group), symmetric=metadata.get("symmetric") == "true")
+    return Converted(folder / WEIGHTS, aim, metadata.get("content", ""), header.tensors)
 
 
 def describe(aim: Format, quant: str, content: str) -> dict[str, str]:
     """The header's metadata, as `open_converted` reads it."""
-    told = {"format": "onedesk", "version": str(VERSION), "quant": quant, "content": content}
-    return told if aim == INT8 else told | {"group": str(aim.group), "symmetric": str(aim.symmetric).lower()}
+    metadata = {"format": "onedesk", "version": str(VERSION), "quant": quant, "content": content}
+    return metadata if aim == INT8 else metadata | {"group": str(aim.group), "symmetric": str(aim.symmetric).lower()}
 
 
 def source_record(checkpoint: Checkpoint, content: str, made: str) -> dict[str, Any]:

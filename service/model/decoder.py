@@ -111,14 +111,14 @@ def build_draft(
 
 
 def _attention(
-    config: DecoderConfig, named: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
+    config: DecoderConfig, named: NamedWeights, layer: int, indices: tuple[int, int], rotary: RotaryTable
 ) -> Layer:
-    """Attention with or without an indexer. `places`: its index among the layers that store keys and values, and among
+    """Attention with or without an indexer. `indices`: its index among the layers that store keys and values, and among
     those that store states.
     """
     if config.indexer is None:
-        return attention.build(config, named, layer, places[0], rotary)
-    return indexed.build(config, named, layer, places, rotary)
+        return attention.build(config, named, layer, indices[0], rotary)
+    return indexed.build(config, named, layer, indices, rotary)
 
 
 def _joined(config: DecoderConfig, at: NamedWeights, mixer: Layer, forward: Layer) -> tuple[Layer, Layer]:

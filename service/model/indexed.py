@@ -33,21 +33,21 @@ def wanted(config: DecoderConfig, layer: int) -> Iterator[Destination]:
 
 
 def build(
-    config: DecoderConfig, weights: NamedWeights, layer: int, places: tuple[int, int], rotary: RotaryTable
+    config: DecoderConfig, weights: NamedWeights, layer: int, indices: tuple[int, int], rotary: RotaryTable
 ) -> IndexedAttention:
-    """The layer over its weights. `places`: its index among the layers that store keys and values, and among those that
+    """The layer over its weights. `indices`: its number among the layers with keys and values and among those that
     store states.
     """
     at, shape = weights.of(layer), _shape(config)
     norms = (at.norm(f"indexer_{which}_norm", config.eps) for which in ("q", "k"))
     return IndexedAttention(
         heads=heads(config, at, rotary),
-        index=places[0],
+        index=indices[0],
         norm=None if config.streams else at.norm("attention_norm", config.eps),
         qkv=at["qkv"],
         output=at["output"],
         indexer=Indexer(shape.heads, shape.dim, shape.budget, shape.ratio, *norms),
-        place=places[1],
+        state=indices[1],
         index_qk=at["indexer"],
     )
 
@@ -60,12 +60,12 @@ def _shape(config: DecoderConfig) -> IndexerShape:
 
 @dataclass(slots=True, kw_only=True)
 class IndexedAttention(GatedAttention):
-    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key. `place`: the state index of the raw
+    """index_qk [(heads + 1) * dim, hidden]: the indexer's queries, then its key. `state`: the state index of the raw
     keys of the block that is not full yet.
     """
 
     indexer: Indexer
-    place: int
+    state: int
     index_qk: Weight
 
     @property
@@ -83,34 +83,34 @@ class IndexedAttention(GatedAttention):
             self.heads,
             own,
             shape,
-            IndexerOperands(indexed, states.of_layer(self.place)[0], at.cache.pooled[self.index]),
+            IndexerOperands(indexed, states.of_layer(self.state)[0], at.cache.pooled[self.index]),
         ):
             return
         keys = indexed[:, shape.heads * shape.dim :].float()
-        places = batch.positions.tolist()
-        pieces = [(0, len(places))] if batch.one_sequence else [(row, row + 1) for row in range(len(places))]
+        positions = batch.positions.tolist()
+        pieces = [(0, len(positions))] if batch.one_sequence else [(row, row + 1) for row in range(len(positions))]
         # In a VerifyPass each row continues from the tail that the row before it stored.
         verify = isinstance(batch, VerifyPass)
-        for row, (first, last) in enumerate([(row, row + 1) for row in range(len(places))] if verify else pieces):
+        for row, (first, last) in enumerate([(row, row + 1) for row in range(len(positions))] if verify else pieces):
             slot = slots.part(slice(row, row + 1))
-            tails = states.read(self.place, slot.source)[0]
-            self._pool(at, keys[first:last], tails[0], 0 if verify else row, (places[first], first))
-            states.write(self.place, slot.target, (tails,))
-        if max(places) < shape.budget + shape.ratio - 1:
+            tails = states.read(self.state, slot.source)[0]
+            self._pool(at, keys[first:last], tails[0], 0 if verify else row, (positions[first], first))
+            states.write(self.state, slot.target, (tails,))
+        if max(positions) < shape.budget + shape.ratio - 1:
             at.kernels.attend(self.heads, own)
             return
-        chosen = self._chosen(at, indexed, pieces, places)
+        chosen = self._chosen(at, indexed, pieces, positions)
         queries = at.kernels.rotate_and_store(self.heads, own)
         found = mixed.view(queries.shape)
         for sequence, (first, last) in enumerate(pieces):
             for row in range(first, last):
-                self._attend_to(at, queries[row], self._tokens(chosen[row], places[row] + 1), sequence, found[row])
+                self._attend_to(at, queries[row], self._tokens(chosen[row], positions[row] + 1), sequence, found[row])
 
     def _chosen(
-        self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], places: list[int]
+        self, at: Pass, indexed: torch.Tensor, pieces: list[tuple[int, int]], positions: list[int]
     ) -> torch.Tensor:
         """Indices of the best blocks per row, ascending, padded with -1: int64 [T, most]."""
-        shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(places)
+        shape, batch, rotary, count = self.indexer, at.batch, self.heads.rotary, len(positions)
         wanted = indexed[:, : shape.heads * shape.dim].float().view(count, shape.heads, shape.dim)
         at.kernels.rms_norm(wanted, shape.q_norm, wanted)
         at.kernels.rotate(wanted, rotary.cos[batch.rotary_rows], rotary.sin[batch.rotary_rows])
@@ -118,7 +118,7 @@ class IndexedAttention(GatedAttention):
         for sequence, (first, last) in enumerate(pieces):
             scored = at.cache.pooled[self.index][batch.tables[sequence].long()].flatten(0, 1)
             for row in range(first, last):
-                full = (places[row] + 1) // shape.ratio
+                full = (positions[row] + 1) // shape.ratio
                 scores = (wanted[row] @ scored[:full].t()).relu_().sum(0)
                 best = scores.topk(min(chosen.shape[1], full)).indices
                 chosen[row, : len(best)] = best.sort().values

@@ -240,8 +240,8 @@ class Decoder:
         x = views["x"]
         at = Pass(ids, batch, kv, scratch, views, self.kernels, x, x)
         self.kernels.embed(ids, self.embedding, x)
-        for place, found in batch.pictures:
-            x[place].copy_(found[0])
+        for rows, found in batch.pictures:
+            x[rows].copy_(found[0])
         if not isinstance(self.norm, NormWeight):
             streams = views["streams"]
             streams.view(x.shape[0], -1, x.shape[1]).copy_(x[:, None])
@@ -259,9 +259,9 @@ class Decoder:
                 between(index, x)
             self._fetch(at, index)
             self._run(at, index, index + 1)
-            for place, found in batch.pictures:
+            for rows, found in batch.pictures:
                 if index + 1 < len(found):
-                    x[place].add_(found[index + 1])
+                    x[rows].add_(found[index + 1])
         if between is not None:
             between(len(self.blocks), x)
         return x

@@ -67,10 +67,10 @@ def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
     would be read.
     """
     shape = _shape(config)
-    for place, layer in enumerate(shape.layers):
-        sizes = head_sizes(shape, place)
+    for table_index, layer in enumerate(shape.layers):
+        sizes = head_sizes(shape, table_index)
         computed = {
-            "layer_multipliers": multipliers(shape, config.widths.vocab, place),
+            "layer_multipliers": multipliers(shape, config.widths.vocab, table_index),
             "ngram_heads_vocab_sizes": sizes,
             "ngram_heads_offsets": [0, *accumulate(sizes)][:-1],
         }
@@ -84,9 +84,9 @@ def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
                 else None
             )
             if stored != numbers:
-                told = f"{info.dtype} {list(info.shape)}" if stored is None else f"{stored[:3]} and so on"
+                shown = f"{info.dtype} {list(info.shape)}" if stored is None else f"{stored[:3]} and so on"
                 raise ModelError(
-                    f"tensor {info.name} has {told}, and the hashes that config.json describes have {numbers[:3]} and"
+                    f"tensor {info.name} has {shown}, and the hashes that config.json describes have {numbers[:3]} and"
                     " so on: other rows of the table would be read; the config and the weights belong to different"
                     " models"
                 )
@@ -95,16 +95,16 @@ def check_stored(config: DecoderConfig, checkpoint: Checkpoint) -> None:
 def build(config: DecoderConfig, weights: NamedWeights, layer: int, index: int) -> NgramBlock:
     """The block before `layer`; `index` counts only the layers that store states."""
     at, shape, streams = weights.of(layer), _shape(config), config.streams.count if config.streams else 1
-    place = shape.layers.index(layer)
+    table_index = shape.layers.index(layer)
 
     def norm(which: str) -> NormWeight:
         return NormWeight(at.plain(f"ngram_norm_{which}").view(streams, config.widths.hidden), config.eps)
 
-    sizes, taps = head_sizes(shape, place), at.plain("ngram_taps").view(shape.taps, -1)
+    sizes, taps = head_sizes(shape, table_index), at.plain("ngram_taps").view(shape.taps, -1)
     return NgramBlock(
         shape=shape,
         index=index,
-        factors=multipliers(shape, config.widths.vocab, place),
+        factors=multipliers(shape, config.widths.vocab, table_index),
         heads=list(zip(sizes, [0, *accumulate(sizes)], strict=False)),
         table=at.table("ngram_table"),
         weights=NgramWeights(
@@ -128,19 +128,19 @@ def _rows_a_token(shape: NgramShape) -> int:
     return (shape.size - 1) * shape.heads
 
 
-def head_sizes(shape: NgramShape, place: int) -> list[int]:
-    """Row counts per head of table `place`: consecutive primes from `base` on, across all tables."""
+def head_sizes(shape: NgramShape, table_index: int) -> list[int]:
+    """Row counts per head of table `table_index`: consecutive primes from `base` on, across all tables."""
     count, prime, found = _rows_a_token(shape), shape.base - 1, []
-    for number in range((place + 1) * count):
+    for number in range((table_index + 1) * count):
         prime = _next_prime(prime)
-        if number >= place * count:
+        if number >= table_index * count:
             found.append(prime)
     return found
 
 
-def table_rows(shape: NgramShape, place: int) -> int:
-    """Rows of table `place`, padding rows included."""
-    return -(-sum(head_sizes(shape, place)) // shape.multiple) * shape.multiple
+def table_rows(shape: NgramShape, table_index: int) -> int:
+    """Rows of table `table_index`, padding rows included."""
+    return -(-sum(head_sizes(shape, table_index)) // shape.multiple) * shape.multiple
 
 
 def _next_prime(after: int) -> int:
@@ -176,11 +176,11 @@ def _is_witness_passed(number: int, witness: int, odd: int, twos: int) -> bool:
     return False
 
 
-def multipliers(shape: NgramShape, vocab: int, place: int) -> list[int]:
+def multipliers(shape: NgramShape, vocab: int, table_index: int) -> list[int]:
     """Odd factors of the last ids, from splitmix64 (Steele et al. 2014); no product leaves 63 bits."""
     half, found = max(1, ((1 << 63) - 1) // vocab // 2), []
     for number in range(shape.size):
-        value = (shape.seed + _LAYER_PRIME * place + _GAMMA * (number + 1) + _GAMMA) & _MASK
+        value = (shape.seed + _LAYER_PRIME * table_index + _GAMMA * (number + 1) + _GAMMA) & _MASK
         value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
         found.append(2 * ((value ^ (value >> 31)) % half) + 1)
@@ -258,9 +258,9 @@ class NgramBlock:
         added = self._gated(at)
         normed = kernels.rms_norm(added, weights.conv_norm, torch.empty_like(added)).flatten(1).float()
         if verify:
-            places = [slice(row, row + 1) for row in range(len(normed))]
+            row_slices = [slice(row, row + 1) for row in range(len(normed))]
             convolved = torch.cat(
-                [self._convolved(states, slots.part(place), normed[place], step=True) for place in places]
+                [self._convolved(states, slots.part(one), normed[one], step=True) for one in row_slices]
             )
         else:
             convolved = self._convolved(states, slots, normed, step=at.batch.state_per_row)
@@ -303,10 +303,10 @@ class NgramBlock:
         if len(seen) > MANY:
             return self._many_rows(np.array(seen, dtype=np.int64)).ravel().tolist()
         end, size, heads, found = self.shape.end, self.shape.size, self.shape.heads, []
-        for place in range(size - 1, len(seen)):
-            mixed, cut = seen[place] * self.factors[0], False
+        for index in range(size - 1, len(seen)):
+            mixed, cut = seen[index] * self.factors[0], False
             for back in range(1, size):
-                token = end if cut else seen[place - back]
+                token = end if cut else seen[index - back]
                 cut = token == end
                 mixed ^= token * self.factors[back]
                 found += [mixed % count + first for count, first in self.heads[(back - 1) * heads : back * heads]]

@@ -56,7 +56,7 @@ class PicturePositions:
         """The offset from row to position for text after all pictures; 0 or less."""
         return -sum(span.saved for span in self.spans)
 
-    def places(self, first: int, last: int) -> torch.Tensor:
+    def axes(self, first: int, last: int) -> torch.Tensor:
         """int64 [3, last - first]: time, row and column of the rows first..last - 1."""
         rows = torch.arange(first, last)
         found = rows.expand(3, -1).clone()
@@ -84,11 +84,11 @@ class PicturePositions:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Rotary positions of a chunk's rows: `places` int64 [3, n] for the extra rows of a rotary table, `turns` int32
+    """Rotary positions of a chunk's rows: `axes` int64 [3, n] for the extra rows of a rotary table, `turns` int32
     [rows] and `first_turns` int32 [rows], see Rows.
     """
 
-    places: torch.Tensor
+    axes: torch.Tensor
     turns: torch.Tensor
     first_turns: torch.Tensor
 
@@ -102,11 +102,11 @@ def turns_of(positions: PicturePositions, first: int, last: int, table: int, key
     indexer's key block length, counted from the first row.
     """
     begin = max(0, first - min(BEFORE, key_block - 1))
-    places = positions.places(begin, last)
+    axes = positions.axes(begin, last)
     turns = torch.arange(last - begin, dtype=torch.int32) + table
     rows = torch.arange(first, last)
     firsts = rows - rows % key_block - begin
-    return Turns(places, turns[first - begin :], turns[firsts.clamp(min=0)])
+    return Turns(axes, turns[first - begin :], turns[firsts.clamp(min=0)])
 
 
 def expand(ids: Sequence[int], image: int, sizes: Sequence[tuple[int, int]]) -> tuple[list[int], PicturePositions]:
@@ -121,10 +121,10 @@ def expand(ids: Sequence[int], image: int, sizes: Sequence[tuple[int, int]]) -> 
             found.append(token)
             continue
         if len(spans) == len(sizes):
-            raise ValueError(f"there are {list(ids).count(image)} places for pictures, but {len(sizes)} pictures")
+            raise ValueError(f"there are {list(ids).count(image)} image tokens, but {len(sizes)} pictures")
         span = PictureSpan(len(found), *sizes[len(spans)])
         spans.append(span)
         found += [image] * span.tokens
     if len(spans) != len(sizes):
-        raise ValueError(f"there are {len(spans)} places for pictures, but {len(sizes)} pictures")
+        raise ValueError(f"there are {len(spans)} runs of image tokens, but {len(sizes)} pictures")
     return found, PicturePositions(tuple(spans))

@@ -49,17 +49,17 @@ class Reading:
         """Where the loader puts it, in the planned tensor `target`."""
         if self.take is not None and isinstance(target, QuantizedWeight):
             return _TensorIntake(self, target.row_slice(self.row, self.row + self.rows), faster)
-        place = self._place(target)
-        if place.dtype.itemsize * place.numel() > self.info.nbytes:
-            return narrow_end(place, self.info.nbytes)
-        return place
+        part = self._part(target)
+        if part.dtype.itemsize * part.numel() > self.info.nbytes:
+            return narrow_end(part, self.info.nbytes)
+        return part
 
     def fetch(self, rows: Sequence[int], target: Weight, faster: Quantizer | None) -> None:
         """Bring these rows of the stored tensor now; only where it is `rowwise`. Raises FileError, ModelError."""
         values = read_rows(self.info, rows)
         index = torch.tensor(rows, dtype=torch.int64, device=target.device) + self.row
         if self.take is None or not isinstance(target, QuantizedWeight):
-            self._place(target)[index - self.row] = values.to(target.device)
+            self._part(target)[index - self.row] = values.to(target.device)
             return
         values = values.to(target.device)
         own = weight_of(
@@ -71,7 +71,7 @@ class Reading:
         self.take(values, 0, own, torch.empty(tile_elements(target.device), device=target.device), faster)
         target.put_rows(index, own)
 
-    def _place(self, target: Weight) -> torch.Tensor:
+    def _part(self, target: Weight) -> torch.Tensor:
         whole = getattr(target, self.piece) if isinstance(target, QuantizedWeight) else target
         return whole[self.row : self.row + self.rows]
 

@@ -223,8 +223,8 @@ class Tower:
                 block.forward(x[rows], self.kernels)
             _tell(seen, f"block {index}", x)
             if index in self.shape.taps:
-                place = self.shape.taps.index(index)
-                self._merge(self.taps[place], x, out[1 + place], check)
+                tap = self.shape.taps.index(index)
+                self._merge(self.taps[tap], x, out[1 + tap], check)
         self._merge(self.merger, x, out[0], check)
         if layout.order is not None:
             out[0].index_copy_(0, layout.order.to(out.device), out[0].clone())

@@ -47,8 +47,8 @@ class PatchLayout:
         """
         half = head_dim // 2
         frequencies = 1.0 / THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-        places = torch.stack((self.rows, self.columns), 1).float()
-        turned = (places[:, :, None] * frequencies).flatten(1)
+        coordinates = torch.stack((self.rows, self.columns), 1).float()
+        turned = (coordinates[:, :, None] * frequencies).flatten(1)
         return turned.cos(), turned.sin()
 
 
@@ -88,16 +88,16 @@ def position_weights(
     The grid is spread over the square of positions so that the corners meet (align_corners), bilinear in FP32.
     """
     down, up = (
-        _axis(places, length, shape.side) for places, length in ((layout.rows, grid[0]), (layout.columns, grid[1]))
+        _axis(along, length, shape.side) for along, length in ((layout.rows, grid[0]), (layout.columns, grid[1]))
     )
     indices = down[0][:, :, None] * shape.side + up[0][:, None, :]
     weights = down[1][:, :, None] * up[1][:, None, :]
     return indices.flatten(1), weights.flatten(1)
 
 
-def _axis(places: torch.Tensor, length: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _axis(coordinates: torch.Tensor, length: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The two neighbours on one axis and their weights."""
-    spread = places.float() * (side - 1) / max(1, length - 1)
+    spread = coordinates.float() * (side - 1) / max(1, length - 1)
     below = spread.floor()
     neighbours = below.long()[:, None] + torch.arange(2)
     weights = 1 - (spread[:, None] - neighbours.float()).abs()

@@ -25,7 +25,7 @@ from ..memory.pool import Pool, Released
 from ..python_process import SAFE_FOLDER, python_environment
 from . import llama_server, vllm
 from .child import Child, Order, check_program
-from .launch import Launch, LaunchMachine, Place, environment
+from .launch import Endpoint, Launch, LaunchMachine, environment
 from .peer import Described, Peer, PeerAddress
 from .wire import Exchange
 
@@ -203,7 +203,7 @@ class ChildEngine(Peer):
         settings = self._settings
         key = secrets.token_urlsafe(32)
         preset = self._own_file(f"{settings.name}.ini", "")
-        place = Place(
+        endpoint = Endpoint(
             _free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset
         )
         truth = pool.read_truth()
@@ -212,12 +212,12 @@ class ChildEngine(Peer):
             truth.total, "cpu" if not self._on_gpu else "integrated" if truth.integrated else "discrete"
         )
         if settings.kind == "vllm":
-            launch = vllm.launch(settings, machine, place)
+            launch = vllm.launch(settings, machine, endpoint)
         else:
-            told = self._help()
-            launch = llama_server.launch(settings, machine, place, lambda option: option.encode() in told)
+            known = self._help()
+            launch = llama_server.launch(settings, machine, endpoint, lambda option: option.encode() in known)
         self._own_file(preset.name, launch.preset)
-        address = PeerAddress(self.title, port=place.port, key=key)
+        address = PeerAddress(self.title, port=endpoint.port, key=key)
         log_file = self._cache / "logs" / f"peer-{settings.name}.log"
         return launch, address, Order(self.title, launch.argv, environment(launch, self._cache), log_file, secret=key)
 
@@ -241,7 +241,7 @@ class ChildEngine(Peer):
         command = self._settings.command or llama_server.COMMAND
         check_program(self.title, command[0], os.environ.get("PATH"))
         try:
-            told = subprocess.run(
+            shown = subprocess.run(
                 [*command, "--help"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -252,7 +252,7 @@ class ChildEngine(Peer):
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PeerError(f"{self.title}: {command[0]} does not tell its options: {error}") from error
-        return told.stdout + told.stderr
+        return shown.stdout + shown.stderr
 
     def _await_ready(self, child: Child, address: PeerAddress, cancel: CancelCheck | None) -> None:
         until = time.monotonic() + self._settings.start
@@ -280,8 +280,8 @@ class ChildEngine(Peer):
         for name in served_names(self._settings):
             if name not in mine:
                 raise PeerError(f"{self.title} does not offer the model {name}; is it the engine that its table says?")
-        told = mine[served_names(self._settings)[0]].get("max_model_len") or self._settings.context
-        return told if isinstance(told, int) else 0
+        length = mine[served_names(self._settings)[0]].get("max_model_len") or self._settings.context
+        return length if isinstance(length, int) else 0
 
     # From any thread
 

@@ -90,8 +90,8 @@ def _check_askable(request: Request, address: PeerAddress, *, ours: bool) -> Non
                 Field(name), f" is not passed on to {address.title}; leave it out, or run the model in this process"
             )
     if request.images:
-        told = f" go to {address.title} in messages only; use them, or run the model in this process"
-        raise RequestError(Field("images"), told)
+        words = f" go to {address.title} in messages only; use them, or run the model in this process"
+        raise RequestError(Field("images"), words)
     if request.tools:
         raise RequestError(
             Field("tools"), f" are not passed on to {address.title}; leave them out, or run the model in this process"
@@ -124,25 +124,25 @@ def _own_options(request: Request, wanted: ModelSpec, policy: Policy) -> dict[st
         "detail": True,
         "quant": wanted.quant,
         "answer_tokens": request.max_tokens,
-        **told_policy(policy),
+        **policy_fields(policy),
     }
     own |= {} if wanted.context is None else {"context": wanted.context}
     return own | ({} if request.repetition_stop is None else {"repetition_stop": request.repetition_stop})
 
 
-def told_policy(policy: Policy) -> dict[str, Any]:
+def policy_fields(policy: Policy) -> dict[str, Any]:
     """A policy in the form of our service. Only ComfyUI knows when the last text node of a workflow has run, so that
     policy is sent as "stay".
     """
-    told: dict[str, Any] = {"policy": "stay" if policy.name == "phase" else policy.name}
-    return told | ({} if policy.seconds is None else {"ttl": policy.seconds})
+    fields: dict[str, Any] = {"policy": "stay" if policy.name == "phase" else policy.name}
+    return fields | ({} if policy.seconds is None else {"ttl": policy.seconds})
 
 
 def _message(message: Message, pixels: int | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": _content(message, pixels)}
-    told |= {"reasoning_content": message.reasoning} if message.reasoning else {}
-    told |= {"tool_calls": [dict(call) for call in message.tool_calls]} if message.tool_calls else {}
-    return told | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
+    document: dict[str, Any] = {"role": message.role, "content": _content(message, pixels)}
+    document |= {"reasoning_content": message.reasoning} if message.reasoning else {}
+    document |= {"tool_calls": [dict(call) for call in message.tool_calls]} if message.tool_calls else {}
+    return document | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
 
 
 def _content(message: Message, pixels: int | None) -> str | list[dict[str, Any]]:
@@ -177,7 +177,7 @@ class Reader:
         self._ids: list[int] = []
         self._pieces = 0
         self._usage: Mapping[str, Any] = {}
-        self._told: Mapping[str, Any] = {}
+        self._own: Mapping[str, Any] = {}
         self._finish: Finish | None = None
         self._splitter = ReasoningSplitter()
         # Stands for the token of a piece of text if the server reports none: there was at least one.
@@ -187,19 +187,19 @@ class Reader:
         """The events of a document. Raises the error that it reports, PeerError for one that is malformed."""
         if document.get("error") is not None:
             raise failure(self._address, 200, document)
-        told = _object(document.get("onedesk"))
+        own = _object(document.get("onedesk"))
         usage = _object(document.get("usage"))
         self._usage = usage or self._usage
-        if (progress := _progress(told.get("progress"))) is not None:
+        if (progress := _progress(own.get("progress"))) is not None:
             yield Event(progress=progress)
         choices = document.get("choices")
         choice = _object(choices[0]) if isinstance(choices, list) and choices else {}
-        yield from self._visible(choice, told)
+        yield from self._visible(choice, own)
         reason = choice.get("finish_reason")
         if isinstance(reason, str):
             self._finish = "length" if reason == "length" else "stop"
-        if "finish" in told:
-            self._told = told
+        if "finish" in own:
+            self._own = own
 
     def end(self) -> Iterator[Event]:
         """The stream has ended. Raises PeerError if the response is incomplete."""
@@ -208,7 +208,7 @@ class Reader:
                 f"{self._address.title} ended in the middle of an answer, after {self._count} tokens; look at its log,"
                 " then run again"
             )
-        if self._told.get("finish") == "cancelled":
+        if self._own.get("finish") == "cancelled":
             raise PeerError(
                 f"{self._address.title} was asked to end, after {self._count} tokens of the answer; run again"
             )
@@ -219,17 +219,17 @@ class Reader:
 
     def result(self, finish: Finish | None = None) -> Result:
         """The result so far; `finish` is the reason for its end if the server reports none."""
-        told, now = self._told, time.perf_counter()
-        how = told.get("finish")
+        own, now = self._own, time.perf_counter()
+        how = own.get("finish")
         ended: Finish = finish or (cast(Finish, how) if how in get_args(Finish) else self._finish or "stop")
-        whole = told.get("text"), told.get("reasoning")
+        whole = own.get("text"), own.get("reasoning")
         text, reasoning = (
             one if isinstance(one, str) else "".join(mine)
             for one, mine in zip(whole, (self._text, self._reasoning), strict=True)
         )
-        seconds = {"load": _number(_object(told.get("seconds")).get("load")), "total": now - self._started}
+        seconds = {"load": _number(_object(own.get("seconds")).get("load")), "total": now - self._started}
         seconds["first_token"] = (self._first or now) - self._started
-        ids = told.get("ids")
+        ids = own.get("ids")
         return Result(
             text=text,
             reasoning=reasoning,
@@ -238,8 +238,8 @@ class Reader:
             seed=self._seed,
             usage=self._counts(),
             seconds=seconds,
-            stages=_stages(told.get("stages")),
-            sampling=_sampling_in_force(told.get("sampling")),
+            stages=_stages(own.get("stages")),
+            sampling=_sampling_in_force(own.get("sampling")),
         )
 
     @property
@@ -247,13 +247,13 @@ class Reader:
         """Tokens so far; if the server does not report them, pieces of text."""
         return len(self._ids) or self._pieces
 
-    def _visible(self, choice: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Event]:
+    def _visible(self, choice: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Event]:
         delta = _object(choice.get("delta"))
         content = _text(delta.get("content")) + _text(choice.get("text"))
         thought = self._whole_characters(
             "reasoning", _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
         )
-        came = told.get("tokens")
+        came = own.get("tokens")
         ids = [_whole(one) for one in came] if isinstance(came, list) else []
         self._ids += ids
         if not content and not thought and not ids:
@@ -299,9 +299,9 @@ class Reader:
         return content.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     def _counts(self) -> Usage:
-        told = _object(self._told.get("usage"))
-        if told:
-            return Usage(*(_whole(told.get(name)) for name in ("prompt", "completion", "reasoning", "cached")))
+        usage = _object(self._own.get("usage"))
+        if usage:
+            return Usage(*(_whole(usage.get(name)) for name in ("prompt", "completion", "reasoning", "cached")))
         usage = self._usage
         reasoning = _object(usage.get("completion_tokens_details")).get("reasoning_tokens")
         cached = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
@@ -326,14 +326,14 @@ def _number(value: Any) -> float:
 
 
 def _progress(value: Any) -> Progress | None:
-    told = _object(value)
-    stage = told.get("stage")
-    return Progress(stage, _whole(told.get("done")), _whole(told.get("total"))) if stage in _STAGES else None
+    progress = _object(value)
+    stage = progress.get("stage")
+    return Progress(stage, _whole(progress.get("done")), _whole(progress.get("total"))) if stage in _STAGES else None
 
 
-def _sampling_in_force(told: Any) -> dict[str, SamplingValue]:
+def _sampling_in_force(value: Any) -> dict[str, SamplingValue]:
     """The sampling options that our service reports; other engines report none."""
-    found = {name: _object(one) for name, one in _object(told).items()}
+    found = {name: _object(one) for name, one in _object(value).items()}
     sources = get_args(SamplingSource)
     known = {
         name: one for name, one in found.items() if one.get("source") in sources and fp32(one.get("value")) is not None
@@ -343,5 +343,5 @@ def _sampling_in_force(told: Any) -> dict[str, SamplingValue]:
 
 def _stages(value: Any) -> dict[str, Stage]:
     names = {one.name for one in fields(Stage)}
-    told = {name: _object(stage) for name, stage in _object(value).items() if isinstance(name, str)}
-    return {name: Stage(**{key: item for key, item in stage.items() if key in names}) for name, stage in told.items()}
+    stages = {name: _object(stage) for name, stage in _object(value).items() if isinstance(name, str)}
+    return {name: Stage(**{key: item for key, item in stage.items() if key in names}) for name, stage in stages.items()}

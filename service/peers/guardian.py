@@ -32,13 +32,13 @@ def main() -> int:
     """Run until the child has ended."""
     grace, argv = float(sys.argv[1]), sys.argv[2:]
     parent, guardian = os.getppid(), os.getpid()
-    told = threading.Event()
+    asked = threading.Event()
 
-    def be_told(number: int, frame: FrameType | None) -> None:
-        told.set()
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked.set()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, be_told)
+        signal.signal(number, on_signal)
 
     def die_with_guardian() -> None:
         os.setpgid(0, 0)
@@ -53,8 +53,8 @@ def main() -> int:
         _say(f"!{getattr(error, 'strerror', None) or error}")
         return 127
     _say(str(child.pid))
-    threading.Thread(target=_watch_parent, args=(parent, told), daemon=True).start()
-    threading.Thread(target=_end_group, args=(child.pid, grace, told), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent, asked), daemon=True).start()
+    threading.Thread(target=_end_group, args=(child.pid, grace, asked), daemon=True).start()
     # Wait without reaping: its process id, and so its group's id, must not be reused before the group is gone.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     _signal_group(child.pid, signal.SIGKILL)
@@ -67,16 +67,16 @@ def _say(text: str) -> None:
         os.write(1, text.encode("utf-8", "replace") + b"\n")
 
 
-def _watch_parent(parent: int, told: threading.Event) -> None:
+def _watch_parent(parent: int, asked: threading.Event) -> None:
     """Return when standard input closes or the parent changes (a fork of the parent could hold the input open)."""
     while os.getppid() == parent:
         if select.select([0], [], [], _LOOK_SECONDS)[0] and not os.read(0, 1):
             break
-    told.set()
+    asked.set()
 
 
-def _end_group(group: int, grace: float, told: threading.Event) -> None:
-    told.wait()
+def _end_group(group: int, grace: float, asked: threading.Event) -> None:
+    asked.wait()
     _signal_group(group, signal.SIGTERM)
     threading.Event().wait(grace)
     _signal_group(group, signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config import PeerSettings, model_name
 from ..errors import FileError, PeerError
 from ..memory.budget import show
-from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
+from .launch import Endpoint, Launch, LaunchMachine, check_options, weight_bytes
 
 COMMAND = ("llama-server",)
 HEALTH = "/health"
@@ -46,7 +46,7 @@ OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
 
-def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: Callable[[str], bool]) -> Launch:
+def launch(settings: PeerSettings, machine: LaunchMachine, endpoint: Endpoint, knows: Callable[[str], bool]) -> Launch:
     """Its arguments. `knows` says whether this version has an option. Raises PeerError, FileError.
 
     `context` is per sequence; the server divides one total among its slots. With several models it starts as a router,
@@ -68,7 +68,7 @@ def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: 
             raise PeerError(
                 f"{title}: this llama-server takes one model; write a table for each of them, or install a newer one"
             )
-        words += ["--models-preset", str(place.preset), "--models-max", str(settings.loaded)]
+        words += ["--models-preset", str(endpoint.preset), "--models-max", str(settings.loaded)]
         preset = _preset(files, modes)
     else:
         [(name, file)] = files.items()
@@ -79,7 +79,7 @@ def launch(settings: PeerSettings, machine: LaunchMachine, place: Place, knows: 
             name,
             *(word for key, value in modes.items() for word in (f"--{key}", value) if word),
         ]
-    words += ["--host", "127.0.0.1", "--port", str(place.port), "--api-key-file", str(place.key_file)]
+    words += ["--host", "127.0.0.1", "--port", str(endpoint.port), "--api-key-file", str(endpoint.key_file)]
     return Launch((*words, *settings.options), VARIABLES, preset=preset)
 
 

@@ -148,11 +148,11 @@ class RemoteModel:
             # Once per start of an engine: it is one more request before the first token.
             self._described, self._described_by = self.peer.describe(self.wanted), address
         lanes: list[_Lane] = []
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             try:
-                lanes += self._lanes(place, request.validated(), address)
+                lanes += self._lanes(index, request.validated(), address)
             except OnedeskError as error:
-                raise _named(error, place, len(requests)) from None
+                raise _named(error, index, len(requests)) from None
         return self._events(_Flow(lanes, len(requests), cancel, cancel_request, progress))
 
     def _events(self, flow: _Flow) -> _Events:
@@ -163,12 +163,12 @@ class RemoteModel:
                 why = self.peer.why()
                 raise PeerError(f"{error}\n{why}" if why else str(error)) from error
 
-    def _lanes(self, place: int, request: Request, address: PeerAddress) -> list[_Lane]:
+    def _lanes(self, index: int, request: Request, address: PeerAddress) -> list[_Lane]:
         seed = request.sampling.seed
         first = secrets.randbelow(SEED_LIMIT) if seed is None else seed
         choices = range(request.n)
         return [
-            _Lane(place, i, ask_of(replace(request, n=1), i, first, address, self.wanted, self.policy), address)
+            _Lane(index, i, ask_of(replace(request, n=1), i, first, address, self.wanted, self.policy), address)
             for i in choices
         ]
 
@@ -335,6 +335,6 @@ class _Flow:
                 lanes.remove(lane)
 
 
-def _named(error: OnedeskError, place: int, count: int) -> OnedeskError:
+def _named(error: OnedeskError, index: int, count: int) -> OnedeskError:
     """The error, with its index in the list if there are several requests."""
-    return error if count == 1 or isinstance(error, Cancelled) else type(error)(f"item {place + 1} of {count}: {error}")
+    return error if count == 1 or isinstance(error, Cancelled) else type(error)(f"item {index + 1} of {count}: {error}")

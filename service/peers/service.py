@@ -23,7 +23,7 @@ from ..loader.files import short
 from ..memory.policy import Policy
 from ..memory.pool import Released
 from ..python_process import SAFE_FOLDER, package_command
-from .dialect import told_policy
+from .dialect import policy_fields
 from .note import Note, note_stamp, running, taken
 from .peer import Described, Peer, PeerAddress
 from .tenancy import Tenancy
@@ -139,16 +139,16 @@ class LocalService(Peer):
     def describe(self, wanted: ModelSpec) -> Described:
         """What it reports about a model. Raises ModelError for one that it does not have or cannot open, PeerError."""
         try:
-            told = self._model(wanted, _SILENCE)
+            document = self._model(wanted, _SILENCE)
         except ModelError:
             advice = (
                 "put it into the tree's models, or end the service, so that it is started with the folders of this"
                 " process"
             )
             raise ModelError(f"{self.title} serves no model {short(wanted.name)}; {advice}") from None
-        if told.get("reason"):
-            raise ModelError(f"{wanted.name}: {told['reason']}")
-        return Described(_whole(told.get("context")), _whole(told.get("bytes")))
+        if document.get("reason"):
+            raise ModelError(f"{wanted.name}: {document['reason']}")
+        return Described(_whole(document.get("context")), _whole(document.get("bytes")))
 
     def held(self, wanted: ModelSpec) -> int:
         """Bytes that the model holds, as the service reports."""
@@ -185,7 +185,7 @@ class LocalService(Peer):
             self._ask(
                 "POST",
                 "/memory/policy",
-                {"owner": wanted.name, **told_policy(policy), **_form(wanted)},
+                {"owner": wanted.name, **policy_fields(policy), **_form(wanted)},
                 seconds=_GLANCE,
             )
         except OnedeskError as error:

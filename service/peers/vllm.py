@@ -14,7 +14,7 @@ from ..config import PeerSettings
 from ..errors import FileError, ModelError, PeerError
 from ..loader.json_files import read_json_object
 from ..memory.budget import show
-from .launch import Launch, LaunchMachine, Place, check_options, weight_bytes
+from .launch import Endpoint, Launch, LaunchMachine, check_options, weight_bytes
 
 COMMAND = ("vllm",)
 HEALTH = "/health"
@@ -48,7 +48,7 @@ OURS = (
 )
 
 
-def launch(settings: PeerSettings, machine: LaunchMachine, place: Place) -> Launch:
+def launch(settings: PeerSettings, machine: LaunchMachine, endpoint: Endpoint) -> Launch:
     """Its arguments on this machine, the first of `settings.nodes`. Raises PeerError for budgets that cannot be met,
     FileError.
 
@@ -72,12 +72,12 @@ def launch(settings: PeerSettings, machine: LaunchMachine, place: Place) -> Laun
         "--host",
         "127.0.0.1",
     ]
-    words += ["--port", str(place.port), *budget_words(settings, machine.total, kv)]
+    words += ["--port", str(endpoint.port), *budget_words(settings, machine.total, kv)]
     words += split_words(settings.gpus, settings.nodes, attention_heads(Path(settings.model)))
     words += node_words(settings.nodes, 0, settings.address) if settings.nodes > 1 else []
     words += ["--enable-sleep-mode"] if settings.sleep else []
     # Its sleep routes exist in this mode only. They require no key, so any user of this machine can call them.
-    variables = {"VLLM_API_KEY": place.key} | ({"VLLM_SERVER_DEV_MODE": "1"} if settings.sleep else {})
+    variables = {"VLLM_API_KEY": endpoint.key} | ({"VLLM_SERVER_DEV_MODE": "1"} if settings.sleep else {})
     return Launch((*words, *settings.options), variables, sleeps=settings.sleep)
 
 

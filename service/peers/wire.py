@@ -295,8 +295,8 @@ def ask(
 
 def failure(address: PeerAddress, status: int, raw: bytes | Mapping[str, Any]) -> OnedeskError:
     """The error for a response of `status` with the body `raw`, or for an error event within a stream (status 200)."""
-    told = _told(raw)
-    message, code = told.get("message"), told.get("code")
+    error = _error_of(raw)
+    message, code = error.get("message"), error.get("code")
     said = _shown(message, address) if isinstance(message, str) and message.strip() else ""
     if status in (401, 403):
         return PeerError(
@@ -321,7 +321,7 @@ def failure(address: PeerAddress, status: int, raw: bytes | Mapping[str, Any]) -
     return PeerError(f"{address.title} failed (status {status}): {said or 'it does not say why'}; look at its log")
 
 
-def _told(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+def _error_of(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
     """The `error` of a body in OpenAI's shape; parts may be missing."""
     if isinstance(raw, bytes):
         try:

@@ -22,7 +22,7 @@ _TOKENS = 12
 _GAIN = 1.1
 
 
-class Places:
+class BatchSizes:
     """The effective batch size of every model of a service. Thread-safe."""
 
     def __init__(self, most: int, registry: Registry) -> None:

@@ -215,7 +215,7 @@ async def _stream(
 async def _send_all(service: Service, answering: Answering, out: EventStream) -> None:
     """Send events as they come, and a comment during long pauses."""
     writer, frames = answering.writer, Frames(answering.writer)
-    told: tuple[int, bool] | None = None
+    shown: tuple[int, bool] | None = None
     sent, since = 0, time.perf_counter()  # parts sent at the last check, and the time of the last part
 
     def send_now(index: int, event: Event) -> bool:
@@ -223,13 +223,13 @@ async def _send_all(service: Service, answering: Answering, out: EventStream) ->
         return written is not None and out.send_now(written)
 
     async for call, events in answering.events(service, send_now):
-        place = service.place(answering.name, call) if call.entered is None else None
-        if place is not None and (place, service.asleep) != told:
-            told = place, service.asleep
+        position = service.queue_position(answering.name, call) if call.entered is None else None
+        if position is not None and (position, service.asleep) != shown:
+            shown = position, service.asleep
             await out.comment(
-                f"waiting, place {place}" + (", asleep until POST /v1/memory/wake" if service.asleep else "")
+                f"waiting, position {position}" + (", asleep until POST /v1/memory/wake" if service.asleep else "")
             )
-            await out.send(writer.progress([(0, Event(progress=Progress("queue", place, 0)))]))
+            await out.send(writer.progress([(0, Event(progress=Progress("queue", position, 0)))]))
         elif not events and out.sent == sent and time.perf_counter() - since >= TICK / 2:
             await out.comment("working")
         visible = [(index, event) for index, event in events if event.progress is None]

@@ -63,5 +63,5 @@ def _spec(service: Service, request: web.Request) -> ModelSpec:
 
 def _document(service: Service, entry: ModelEntry, spec: ModelSpec | None = None) -> dict[str, Any]:
     document = service.models.document(entry, spec)
-    document["onedesk"]["at_once"] = service.places.of(entry.name)
+    document["onedesk"]["at_once"] = service.batch_sizes.of(entry.name)
     return document

@@ -13,7 +13,7 @@ from ..text.tokenizer import Tokenizer
 from ..text.tool_call_stream import CallArguments, CallStart
 from ..text.tool_calls import split_calls
 from .error_documents import ApiError
-from .responses import Document, told
+from .responses import Document, own_fields
 from .typed_events import TypedEventsWriter
 
 _STOP_REASONS: Mapping[Finish, str] = {
@@ -75,7 +75,7 @@ class MessagesWriter(TypedEventsWriter):
         if text.strip() or not calls:
             content.append({"type": "text", "text": text})
         content += [_call_block(call.name, json.loads(call.arguments)) for call in calls]
-        own = {"usage": _usage(result.usage), "onedesk": told(result)}
+        own = {"usage": _usage(result.usage), "onedesk": own_fields(result)}
         return self._head | {"content": content, **self._end(result, called=bool(calls)), **own}
 
     def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
@@ -95,7 +95,7 @@ class MessagesWriter(TypedEventsWriter):
             if event.result is not None:
                 out += self._written(self._parts.finish()) + self._close()
                 end = self._end(event.result, called=self._parts.called)
-                own = {"usage": _usage(event.result.usage), "onedesk": told(event.result)}
+                own = {"usage": _usage(event.result.usage), "onedesk": own_fields(event.result)}
                 out += [{"type": "message_delta", "delta": end, **own}, {"type": "message_stop"}]
         return out
 

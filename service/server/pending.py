@@ -62,7 +62,7 @@ class Call:
         return self.task.n if isinstance(self.task, Prepared) else 0
 
     @property
-    def places(self) -> int:
+    def sequences(self) -> int:
         """Sequences that it adds to a batch."""
         return self.task.beams or self.task.best_of or self.task.n if isinstance(self.task, Prepared) else 1
 
@@ -185,8 +185,8 @@ class Call:
 
     def pending(self) -> bool:
         """Whether its reader has yet to be woken; from then on it counts as woken."""
-        told, self._woken = self._woken, True
-        return not told
+        woken, self._woken = self._woken, True
+        return not woken
 
 
 def hand_over(calls: Sequence[Call]) -> None:

@@ -40,11 +40,11 @@ class Line(Generic[T]):
     def leave(self, who: T) -> bool:
         """Leave the queue; False if the request was taken or removed before."""
         with self._lock:
-            place = self._index(who)
-            if place is None:
+            index = self._index(who)
+            if index is None:
                 return False
-            del self._waiting[place]
-            behind = list(self._waiting)[place:]
+            del self._waiting[index]
+            behind = list(self._waiting)[index:]
         self._moved(behind)
         return True
 
@@ -59,11 +59,11 @@ class Line(Generic[T]):
         self._moved(behind)
         return taken
 
-    def place(self, who: T) -> int | None:
+    def position(self, who: T) -> int | None:
         """The position in the queue, 1 for the next; None if the request is not queued."""
         with self._lock:
-            place = self._index(who)
-        return None if place is None else place + 1
+            index = self._index(who)
+        return None if index is None else index + 1
 
     def hold(self) -> None:
         """Take nothing until `go_on`."""

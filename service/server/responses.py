@@ -58,7 +58,7 @@ def added(usages: Iterable[Mapping[str, Any]]) -> Document:
     return total
 
 
-def told(result: Result, *, detail: bool = False) -> Document:
+def own_fields(result: Result, *, detail: bool = False) -> Document:
     """The fields that OpenAI's API has no names for; with `detail` the complete result of the choice."""
     stages = {name: _parts_of(stage) for name, stage in result.stages.items()}
     document: Document = {
@@ -161,7 +161,7 @@ class Writer(ABC):
         choices = [choice for _, choice in sorted(self._choices.items())]
         first = choices[0].result
         documents = [self._whole_choice(choice, choice.result) for choice in choices if choice.result is not None]
-        return self._head | {"choices": documents, "usage": total, "onedesk": told(first) if first else None}
+        return self._head | {"choices": documents, "usage": total, "onedesk": own_fields(first) if first else None}
 
     def chunks(self, events: Iterable[tuple[int, Event]]) -> list[Document]:
         """The chunks for events that came together; text of one choice is joined."""
@@ -174,7 +174,7 @@ class Writer(ABC):
                 parts += self._last(choice, result)
             chunks = [self._head | {"choices": [part]} for part in parts]
             tokens = [event.token for event in came if event.token is not None] if self.detail else []
-            own: Document = {} if result is None else told(result, detail=self.detail)
+            own: Document = {} if result is None else own_fields(result, detail=self.detail)
             own |= {"tokens": tokens} if tokens else {}
             if own:
                 chunks = chunks or [self._head | {"choices": []}]

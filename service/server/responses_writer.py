@@ -12,7 +12,7 @@ from ..text.answer_parts import AnswerParts, Part, Thought
 from ..text.tool_call_stream import CallArguments, CallStart
 from ..text.tool_calls import split_calls
 from .error_documents import ApiError
-from .responses import FINISH, Document, told
+from .responses import FINISH, Document, own_fields
 from .typed_events import TypedEventsWriter
 
 # Request fields that the document repeats, with their defaults.
@@ -117,7 +117,7 @@ class ResponsesWriter(TypedEventsWriter):
             "incomplete_details": None if whole else {"reason": "max_output_tokens"},
             "output": items,
             "usage": usage,
-            "onedesk": told(result),
+            "onedesk": own_fields(result),
         }
 
     def _written(self, parts: Sequence[Part]) -> list[Document]:

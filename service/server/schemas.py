@@ -55,7 +55,7 @@ OWN = _optional(
     },
     # A body may contain other servers' fields, but this object only has ours: an unknown field in it is a mistake.
     additionalProperties=False,
-    description="What OpenAI's API has no place for.",
+    description="What OpenAI's API has no field for.",
 )
 # Shared by chat and plain completions.
 _SAMPLING: dict[str, Any] = {

@@ -16,7 +16,7 @@ from ..config import ServiceSettings
 from ..core import CancelCheck, Event, ModelSpec
 from ..errors import Cancelled, OnedeskError
 from ..registry import Registry
-from .concurrency import Places
+from .concurrency import BatchSizes
 from .error_documents import SOON, ApiError, contained
 from .models import Models, Uses
 from .pending import HESITATION, Call, Sink, Work
@@ -54,7 +54,7 @@ class Service:
         self.registry = registry
         self.version = version
         self.figures = Figures()
-        self.places = Places(settings.concurrency, registry)
+        self.batch_sizes = BatchSizes(settings.concurrency, registry)
         self.tenants = Tenants(lambda: registry.pool(models.served.usual.device))
         self.aborting = False  # whether long work should end at once
         self.ready = False
@@ -154,7 +154,7 @@ class Service:
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
-            self._workers[name] = worker = Worker(name, self.places.now, self.figures, Coming())
+            self._workers[name] = worker = Worker(name, self.batch_sizes.now, self.figures, Coming())
             if self.asleep:
                 worker.line.hold()
         return self._workers[name]
@@ -189,9 +189,9 @@ class Service:
             )
             raise ApiError(429, message, code="queue_full", retry_after=after)
 
-    def place(self, name: str, call: Call) -> int | None:
+    def queue_position(self, name: str, call: Call) -> int | None:
         """A call's queue position; None if it is not queued."""
-        return self._workers[name].line.place(call)
+        return self._workers[name].line.position(call)
 
     async def follow(self, name: str, call: Call, sink: Sink | None = None) -> AsyncIterator[Sequence[Event]]:
         """The events of a call, in parts. Empty parts come when its queue position has changed, after HESITATION, and
@@ -260,7 +260,7 @@ class Service:
 
         def prepare() -> None:
             model.load(cancel=lambda: worker.aborting)
-            self.places.measure(model, lambda: worker.aborting or len(worker.line) > 0)
+            self.batch_sizes.measure(model, lambda: worker.aborting or len(worker.line) > 0)
 
         await worker.in_turn(prepare)
 

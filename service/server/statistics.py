@@ -129,9 +129,9 @@ class Figures:
         with self._lock:
             self.renewals += 1
 
-    def wait_seconds(self, model: str, ahead: int, places: int) -> int:
-        """Estimated seconds until `ahead` calls of a model have run, `places` at a time; whole and at least 1, for
+    def wait_seconds(self, model: str, ahead: int, at_once: int) -> int:
+        """Estimated seconds until `ahead` calls of a model have run, `at_once` at a time; whole and at least 1, for
         Retry-After.
         """
         each = self._mean_seconds.get(model, 1.0)
-        return max(1, min(RETRY_LIMIT, math.ceil(each * ahead / max(1, places))))
+        return max(1, min(RETRY_LIMIT, math.ceil(each * ahead / max(1, at_once))))

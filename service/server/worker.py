@@ -58,11 +58,11 @@ class Coming:
 
 
 class Worker:
-    """Serves the queue of one model. Created and closed on the event loop. `places` returns how many sequences may
+    """Serves the queue of one model. Created and closed on the event loop. `batch_size` returns how many sequences may
     decode together now.
     """
 
-    def __init__(self, name: str, places: Callable[[OpenModel], int], figures: Figures, coming: Coming) -> None:
+    def __init__(self, name: str, batch_size: Callable[[OpenModel], int], figures: Figures, coming: Coming) -> None:
         self.name = name
         self.coming = coming
         # Threads that check its requests and render its template. Each model has its own, so a template that never ends
@@ -73,7 +73,7 @@ class Worker:
         self.working: list[Call] = []
         self.aborting = False
         self._last_used = time.monotonic()
-        self._places = places
+        self._batch_size = batch_size
         self._figures = figures
         self._thread = ThreadPoolExecutor(1, "onedesk-serve")
         self._called = asyncio.Event()
@@ -143,7 +143,7 @@ class Worker:
         while (call := self.line.take(lambda _: True)) is not None:
             self.working.append(call)
             if isinstance(call.task, Prepared):
-                if self._places(call.model) > call.places:
+                if self._batch_size(call.model) > call.sequences:
                     self.coming.wait(GATHERING)
                 self._write(call)
             else:
@@ -191,14 +191,14 @@ class Worker:
                 error = event.error or caught.error
                 if error is not None:
                     self._finish(call, error)
-                if error is not None or (event.result is not None and self._told(call, event)):
+                if error is not None or (event.result is not None and self._handed_over(call, event)):
                     del numbered[event.request]
 
     def _tell(self, call: Call, event: Event) -> None:
         """Pass an event to the call's reader."""
         if call.entered is None:
             call.enter()
-        look = call.put(event, alone=len(self.working) == call.places == 1)
+        look = call.put(event, alone=len(self.working) == call.sequences == 1)
         if look:
             self._came.append(call)
         if look == "now":
@@ -215,16 +215,16 @@ class Worker:
         """The next call in the queue, if it can join the current batch."""
         if not len(self.line) or self.aborting:
             return None
-        taken = sum(call.places for call in self.working)
-        most = self._places(model)
+        taken = sum(call.sequences for call in self.working)
+        most = self._batch_size(model)
         call = self.line.take(
-            lambda call: isinstance(call.task, Prepared) and call.model is model and taken + call.places <= most
+            lambda call: isinstance(call.task, Prepared) and call.model is model and taken + call.sequences <= most
         )
         if call is not None:
             self.working.append(call)
         return call
 
-    def _told(self, call: Call, event: Event) -> bool:
+    def _handed_over(self, call: Call, event: Event) -> bool:
         """Count a result; returns whether it was the call's last."""
         if event.result is not None:
             self._figures.wrote(self.name, event.choice, event.result)

@@ -67,9 +67,9 @@ def _adopted(tree: Tree) -> Record:
         )
         if file.is_file() and not file.is_symlink() and not changed:
             record.files[str(file.relative_to(tree.prefix))] = digest(file.read_bytes())
-    for place in (*tree.models.glob(f"{PREFIX_OF_DEMO}*"), *tree.image_models.glob(f"*/{PREFIX_OF_DEMO}*")):
-        if place.is_symlink() and place.readlink().name == place.name and "models" in place.readlink().parts:
-            record.links[str(place.relative_to(tree.prefix))] = str(place.readlink())
+    for path in (*tree.models.glob(f"{PREFIX_OF_DEMO}*"), *tree.image_models.glob(f"*/{PREFIX_OF_DEMO}*")):
+        if path.is_symlink() and path.readlink().name == path.name and "models" in path.readlink().parts:
+            record.links[str(path.relative_to(tree.prefix))] = str(path.readlink())
     desk = tree.load_desk()
     for link in (
         tree.comfyui / "custom_nodes" / "onedesk",

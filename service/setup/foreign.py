@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..places import TREE_LINK
+from ..tree_names import TREE_LINK
 from .environment import PINS, VERSIONS, Environment, pinned
 from .pack import NAME, Project, recorded_link
 from .record import Record
@@ -117,11 +117,11 @@ class Foreign:
         """
         nodes = self.folder / "custom_nodes"
         if nodes.is_dir() and checkout.parent.samefile(nodes):
-            place = checkout / TREE_LINK
-            if place.is_symlink():  # to the tree of an earlier installation
-                place.unlink()
-            recorded_link(record, place, tree.prefix)
-            return checkout.name, place
+            link_path = checkout / TREE_LINK
+            if link_path.is_symlink():  # to the tree of an earlier installation
+                link_path.unlink()
+            recorded_link(record, link_path, tree.prefix)
+            return checkout.name, link_path
         recorded_link(record, nodes / NAME, tree.pack / NAME)
         return NAME, nodes / NAME
 
@@ -137,7 +137,7 @@ def find_foreign(folder: Path, python: Path | None, steps: Steps) -> Foreign:
     """The ComfyUI in `folder` and the Python that runs it; SetupError if there is none."""
     if reason := no_comfyui(folder):
         raise SetupError(reason)
-    choices = [python] if python else [folder / place for place in PYTHONS]
+    choices = [python] if python else [folder / path for path in PYTHONS]
     for choice in choices:
         if choice.exists():
             return Foreign(folder, choice.absolute(), steps)

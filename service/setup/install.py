@@ -135,15 +135,15 @@ def check_machine(options: argparse.Namespace) -> None:
             f"the tests compare with transformers 5.24, which Python {version} cannot have; name 3.11 to 3.13 with"
             " --python"
         )
-    place = next(folder for folder in (options.prefix, *options.prefix.parents) if folder.exists())
-    if not os.access(place, os.W_OK):
-        raise SetupError(f"{place} cannot be written to; name a folder of yours with --prefix")
-    free = shutil.disk_usage(place).free
+    existing = next(folder for folder in (options.prefix, *options.prefix.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        raise SetupError(f"{existing} cannot be written to; name a folder of yours with --prefix")
+    free = shutil.disk_usage(existing).free
     fresh = not (options.prefix / "envs" / "desk.json").exists()
     need = ROOM if fresh and not options.comfyui else ROOM_SERVICE
     if free < need:
         raise SetupError(
-            f"{place} has {free / GIB:.1f} GiB free and {need / GIB:.1f} GiB are needed; free some, or name another"
+            f"{existing} has {free / GIB:.1f} GiB free and {need / GIB:.1f} GiB are needed; free some, or name another"
             " --prefix"
         )
     if fresh and not options.comfyui and free < ROOM_CUDA:
@@ -183,11 +183,12 @@ def install_beside(tree: Tree, options: argparse.Namespace, record: Record) -> E
         add_package(service, tree, CHECKOUT)
         record.write_file(tree.model_paths, model_paths(tree))
         previous = tree.load_desk()
-        pack, place = foreign.add_pack(CHECKOUT, tree, record)
-        if previous and previous.link and Path(previous.link) != place:
+        pack, link_path = foreign.add_pack(CHECKOUT, tree, record)
+        if previous and previous.link and Path(previous.link) != link_path:
             record.forget_link(Path(previous.link))
         record.write_file(
-            tree.record, Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(place)).text()
+            tree.record,
+            Desk(str(foreign.folder), str(foreign.python), made=False, pack=pack, link=str(link_path)).text(),
         )
     return service
 
@@ -285,8 +286,8 @@ def uninstall(tree: Tree) -> int:
         for name in list(record.links):
             record.forget_link(tree.prefix / name)
         if record.owns_tree(tree.comfyui):
-            for place in move_additions(tree.comfyui, tree.data / "ComfyUI", shipped_files(Steps(tree))):
-                LOG.info("moved     %s: it is not of ComfyUI's release, so it is yours", place)
+            for moved in move_additions(tree.comfyui, tree.data / "ComfyUI", shipped_files(Steps(tree))):
+                LOG.info("moved     %s: it is not of ComfyUI's release, so it is yours", moved)
         clear_cache(tree, record)
         record.files[LOCK] = digest(b"")
         record.remove()

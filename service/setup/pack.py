@@ -60,33 +60,33 @@ def is_onedesk(folder: Path) -> bool:
     return project.is_file() and f'name = "{NAME}"' in project.read_text(encoding="utf-8", errors="replace")
 
 
-def link(place: Path, target: Path) -> bool:
-    """Make `place` a link to `target` (the checkout or a link to it); returns whether anything changed.
+def link(link_path: Path, target: Path) -> bool:
+    """Make `link_path` a link to `target` (the checkout or a link to it); returns whether anything changed.
 
     A link to another checkout of this project, or a dangling one, is replaced. Anything else there belongs to the user:
     SetupError.
     """
-    if place.readlink() == target if place.is_symlink() else place.exists() and place.samefile(target):
+    if link_path.readlink() == target if link_path.is_symlink() else link_path.exists() and link_path.samefile(target):
         return False
-    if place.is_symlink() and (not place.exists() or is_onedesk(place)):
-        place.unlink()
-    elif place.is_symlink() or place.exists():
-        if is_onedesk(place):
+    if link_path.is_symlink() and (not link_path.exists() or is_onedesk(link_path)):
+        link_path.unlink()
+    elif link_path.is_symlink() or link_path.exists():
+        if is_onedesk(link_path):
             raise SetupError(
-                f"{place} is a copy of Onedesk already: run the install.sh in it, or move it away and run this one"
+                f"{link_path} is a copy of Onedesk already: run the install.sh in it, or move it away and run this one"
                 " again"
             )
-        raise SetupError(f"{place} is there already and is not ours; move it away, then run install.sh again")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(target, target_is_directory=True)
+        raise SetupError(f"{link_path} is there already and is not ours; move it away, then run install.sh again")
+    link_path.parent.mkdir(parents=True, exist_ok=True)
+    link_path.symlink_to(target, target_is_directory=True)
     return True
 
 
-def recorded_link(record: Record, place: Path, target: Path) -> None:
+def recorded_link(record: Record, link_path: Path, target: Path) -> None:
     """Make a link as `link` does, with its folder, and record both as ours."""
-    record.make_folder(place.parent)
-    record.note_link(place, target)
-    link(place, target)
+    record.make_folder(link_path.parent)
+    record.note_link(link_path, target)
+    link(link_path, target)
 
 
 def add_package(environment: Environment, tree: Tree, checkout: Path) -> None:
@@ -133,12 +133,12 @@ def link_demo_models(tree: Tree, checkout: Path, record: Record) -> list[Path]:
     shipped = checkout / "models"
     made = []
     for model in sorted([*shipped.glob(f"{PREFIX_OF_DEMO}*"), *(shipped / "comfyui").glob(f"*/{PREFIX_OF_DEMO}*")]):
-        place = tree.models / model.relative_to(shipped)
-        if place.exists() and (not record.owns_link(place) or place.samefile(model)):
+        link_path = tree.models / model.relative_to(shipped)
+        if link_path.exists() and (not record.owns_link(link_path) or link_path.samefile(model)):
             continue
-        record.make_folder(place.parent)
-        place.unlink(missing_ok=True)
-        record.note_link(place, model)
-        place.symlink_to(model, target_is_directory=model.is_dir())
-        made.append(place)
+        record.make_folder(link_path.parent)
+        link_path.unlink(missing_ok=True)
+        record.note_link(link_path, model)
+        link_path.symlink_to(model, target_is_directory=model.is_dir())
+        made.append(link_path)
     return made

@@ -179,10 +179,10 @@ def additions(folder: Path, shipped: set[str] | None) -> list[Path]:
     return list(_added(folder, shipped, folder))
 
 
-def _added(place: Path, shipped: set[str], root: Path) -> Iterator[Path]:
-    if not place.is_dir() or place.is_symlink():
+def _added(folder: Path, shipped: set[str], root: Path) -> Iterator[Path]:
+    if not folder.is_dir() or folder.is_symlink():
         return
-    for entry in sorted(place.iterdir()):
+    for entry in sorted(folder.iterdir()):
         name = str(entry.relative_to(root))
         if entry.name in _MADE or name in shipped:
             continue

@@ -56,9 +56,9 @@ def _unpacking(names: list[str], environment: Path) -> str:
     there = {
         record.name.partition("-")[0].lower() for record in environment.glob("lib/python3*/site-packages/*.dist-info")
     }
-    lacking = [place for place, name in enumerate(names) if re.sub(r"[-.]", "_", name).lower() not in there]
-    place = lacking[0] if lacking else len(names) - 1
-    return f"unpacking {names[place]}, {place + 1} of {len(names)}"
+    lacking = [index for index, name in enumerate(names) if re.sub(r"[-.]", "_", name).lower() not in there]
+    index = lacking[0] if lacking else len(names) - 1
+    return f"unpacking {names[index]}, {index + 1} of {len(names)}"
 
 
 def _fetched(temporary: Path, name: str) -> float:
@@ -78,7 +78,7 @@ class Teller:
     environment: Path
     every: float = EVERY
     began: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
+    shown_at: float = field(default_factory=time.monotonic)
     start: int = 0
 
     def __post_init__(self) -> None:
@@ -87,9 +87,9 @@ class Teller:
     def tell(self) -> None:
         """Report the progress, unless it was just reported."""
         now, live = time.monotonic(), sys.stdout.isatty()
-        if not live and now - self.told < self.every:
+        if not live and now - self.shown_at < self.every:
             return
-        self.told = now
+        self.shown_at = now
         with self.log.open("rb") as file:
             file.seek(self.start)
             what = doing(file.read().decode("utf-8", errors="replace"), self.temporary, self.environment)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..places import FILE_NAME
+from ..tree_names import FILE_NAME
 
 # The caches of the tools that we run, by the variable that moves each; values are folders under the tree's cache/.
 CACHES: Mapping[str, str] = {

@@ -124,12 +124,12 @@ def _protected(protected: ProtectedText, message: Message) -> Message:
 
 
 def _cut(rendered: str, end: str) -> str:
-    place = rendered.rfind(end)
-    if place < 0:
+    at = rendered.rfind(end)
+    if at < 0:
         raise RequestError(
             "the chat template leaves out the last message, so it cannot be continued; leave continue_final_message out"
         )
-    return rendered[:place].replace(end, "")
+    return rendered[:at].replace(end, "")
 
 
 def _thinks_on(final: Message) -> bool:

@@ -78,13 +78,13 @@ class TokenTexts:
         of one at its end, which the next text could complete."""
         if self._whole is None or not any(start in text for start in self._starts):
             return text
-        places = [found.start() + 1 for found in self._whole.finditer(text)]
+        cuts = [found.start() + 1 for found in self._whole.finditer(text)]
         tail = text[max(0, len(text) - self._longest + 1) :]
-        if any(tail[at:] in self._beginnings for at in range(len(tail))) and len(text) not in places:
-            places.append(len(text))
-        if not places:
+        if any(tail[at:] in self._beginnings for at in range(len(tail))) and len(text) not in cuts:
+            cuts.append(len(text))
+        if not cuts:
             return text
-        return mark.join(text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True))
+        return mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
 
 
 class ProtectedText:

@@ -92,27 +92,27 @@ class ChatTemplate:
 
     def _error(self, answer: Mapping[str, Any]) -> ModelError | RequestError:
         kind, message, line = answer["error"], answer["message"], answer["line"]
-        place = f"{self._origin}, line {line}" if line else self._origin
+        source = f"{self._origin}, line {line}" if line else self._origin
         if kind == "raised":
             return RequestError(f"the model's chat template refuses these messages: {message}")
         if kind == "syntax":
             return ModelError(
-                f"{place}: the chat template does not compile: {message}; get it again from the model's own repository"
+                f"{source}: the chat template does not compile: {message}; get it again from the model's own repository"
             )
         if kind == "sandbox":
             return ModelError(
-                f"{place}: the chat template reaches out of its sandbox ({message}); "
+                f"{source}: the chat template reaches out of its sandbox ({message}); "
                 "use the template of the model's maker"
             )
         if kind == "long":
             limit = self._limits.text
             return ModelError(
-                f"{place}: the chat template writes more than {limit:,} bytes; "
+                f"{source}: the chat template writes more than {limit:,} bytes; "
                 "shorten the messages or repair the template"
             )
         if kind == "memory":
-            return ModelError(f"{place}: {self._memory_message()}")
-        return ModelError(f"{place}: the chat template fails on these messages: {message}")
+            return ModelError(f"{source}: {self._memory_message()}")
+        return ModelError(f"{source}: the chat template fails on these messages: {message}")
 
     def _limit_message(self, ended: ChildEndedError) -> str:
         if ended.why == "time":

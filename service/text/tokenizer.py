@@ -27,7 +27,7 @@ def _byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if chr(byte) not in table]
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
 
 
 _BYTE_OF = _byte_of_character()

@@ -87,21 +87,21 @@ class ToolCallStream:
 
     def _text(self, last: bool) -> bool:
         """Give text before the next call."""
-        place = min((at for tag in (OPEN, *self._bare) if (at := self._held.find(tag)) >= 0), default=-1)
-        if place >= 0:
-            cut = len(self._held[:place].rstrip())
+        found_at = min((at for tag in (OPEN, *self._bare) if (at := self._held.find(tag)) >= 0), default=-1)
+        if found_at >= 0:
+            cut = len(self._held[:found_at].rstrip())
         elif last:
             cut = len(self._held)
         else:
             cut = len(self._held[: self._tag_begun()].rstrip())
         before, self._held = self._held[:cut], self._held[cut:]
         self._speak(before.lstrip() if self._called else before)
-        if place >= 0:
-            blanks = place - cut
+        if found_at >= 0:
+            blanks = found_at - cut
             self._wrapped = self._held.startswith(OPEN, blanks)
             self._take(blanks + (len(OPEN) if self._wrapped else 0))
             self._step = self._begun
-        return place >= 0
+        return found_at >= 0
 
     def _speak(self, text: str) -> None:
         if text:
@@ -110,9 +110,11 @@ class ToolCallStream:
 
     def _tag_begun(self) -> int:
         """Where at the end of what is held a tag may have begun; the tags hold one `<` each, at their start."""
-        place = self._held.rfind("<")
-        tail = self._held[place:]
-        return place if place >= 0 and any(tag.startswith(tail) for tag in (OPEN, *self._bare)) else len(self._held)
+        found_at = self._held.rfind("<")
+        tail = self._held[found_at:]
+        return (
+            found_at if found_at >= 0 and any(tag.startswith(tail) for tag in (OPEN, *self._bare)) else len(self._held)
+        )
 
     def _take(self, length: int) -> str:
         piece, self._held = self._held[:length], self._held[length:]
@@ -141,10 +143,10 @@ class ToolCallStream:
 
     def _unknown(self, last: bool) -> bool:
         """Nothing that a call may be: text, up to where it would be closed."""
-        place = self._held.find(CLOSE)
-        if place < 0 and not last:
+        found_at = self._held.find(CLOSE)
+        if found_at < 0 and not last:
             return False
-        self._take(len(self._held) if place < 0 else place + len(CLOSE))
+        self._take(len(self._held) if found_at < 0 else found_at + len(CLOSE))
         self._no_call()
         return True
 
@@ -168,12 +170,12 @@ class ToolCallStream:
             self._out.append(CallStart(name))
             self._step = self._json_arguments
             return True
-        place = self._held.find(CLOSE)
-        if place < 0 and not last:
+        found_at = self._held.find(CLOSE)
+        if found_at < 0 and not last:
             return False
-        body = self._held if place < 0 else self._held[:place]
+        body = self._held if found_at < 0 else self._held[:found_at]
         call = _whole(body.strip())
-        self._take(len(self._held) if place < 0 else place + len(CLOSE))
+        self._take(len(self._held) if found_at < 0 else found_at + len(CLOSE))
         if call is None:
             self._no_call()
         else:
@@ -214,10 +216,10 @@ class ToolCallStream:
         closing = " \n\t\r}" if isinstance(self._call, _Json) else " \n\t\r"
         rest = self._held.lstrip(closing)
         if rest.startswith(",") and isinstance(self._call, _Json):
-            place = self._held.find(CLOSE)
-            if place < 0 and not last:
+            found_at = self._held.find(CLOSE)
+            if found_at < 0 and not last:
                 return False
-            self._take(len(self._held) if place < 0 else place + len(CLOSE))
+            self._take(len(self._held) if found_at < 0 else found_at + len(CLOSE))
         elif rest.startswith(CLOSE):
             self._take(len(self._held) - len(rest) + len(CLOSE))
         elif CLOSE.startswith(rest) and not last:
@@ -292,19 +294,19 @@ class _Tags:
         found = _first(text, (_PARAMETER, _FUNCTION_END, CLOSE))
         if found is None:
             return (len(text), "}", "done") if last else (_possible(text, (_PARAMETER, _FUNCTION_END, CLOSE)), "", "")
-        place, tag = found
+        found_at, tag = found
         if tag != _PARAMETER:
-            return place + (len(tag) if tag == _FUNCTION_END else 0), "}", "done"
-        end = re.search(r"[>\n]", text[place : place + len(_PARAMETER) + _NAME_LIMIT + 1])
+            return found_at + (len(tag) if tag == _FUNCTION_END else 0), "}", "done"
+        end = re.search(r"[>\n]", text[found_at : found_at + len(_PARAMETER) + _NAME_LIMIT + 1])
         if end is None or end[0] != ">":
-            if end is None and not last and len(text) - place <= len(_PARAMETER) + _NAME_LIMIT:
-                return place, "", ""
-            return place + len(_PARAMETER), "", "again"  # no parameter: passed over, as any text here
-        self._key = text[place + len(_PARAMETER) : place + end.start()].strip()
+            if end is None and not last and len(text) - found_at <= len(_PARAMETER) + _NAME_LIMIT:
+                return found_at, "", ""
+            return found_at + len(_PARAMETER), "", "again"  # no parameter: passed over, as any text here
+        self._key = text[found_at + len(_PARAMETER) : found_at + end.start()].strip()
         self._begun, self._value = False, ""
         self._count += 1
         comma = ", " if self._count > 1 else ""
-        return place + end.end(), f"{comma}{_written(self._key)}: ", "again"
+        return found_at + end.end(), f"{comma}{_written(self._key)}: ", "again"
 
     def _within(self, text: str, last: bool) -> tuple[int, str, str]:
         ends = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, CLOSE)
@@ -317,14 +319,14 @@ class _Tags:
             certain = _possible(text, ends)
             certain -= text[:certain].endswith("\n")
             return certain, self._piece(text[:certain], plain=plain), ""
-        place, tag = found
-        body = text[:place]
+        found_at, tag = found
+        body = text[:found_at]
         if plain:
             out = self._piece(body.removesuffix("\n"), plain=True) + ('"' if self._begun else '""')
         else:
             out = _written(argument(self._value + body, self._kinds.get(self._key or "", None)))
         self._key = None
-        return place + (len(tag) if tag == _PARAMETER_END else 0), out, "again"
+        return found_at + (len(tag) if tag == _PARAMETER_END else 0), out, "again"
 
     def _piece(self, text: str, *, plain: bool) -> str:
         """What a part of a value adds at once: of a text its characters, of anything else nothing yet."""
@@ -341,14 +343,14 @@ class _Tags:
 
 
 def _first(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
-    """The place of the first of `tags`, and which."""
+    """The found_at of the first of `tags`, and which."""
     return min(((at, tag) for tag in tags if (at := text.find(tag)) >= 0), default=None)
 
 
 def _possible(text: str, tags: Sequence[str]) -> int:
     """Where at the end of `text` one of `tags` may have begun, else its length; a tag holds one `<`, at its start."""
-    place = text.rfind("<")
-    return place if place >= 0 and any(tag.startswith(text[place:]) for tag in tags) else len(text)
+    found_at = text.rfind("<")
+    return found_at if found_at >= 0 and any(tag.startswith(text[found_at:]) for tag in tags) else len(text)
 
 
 def _written(value: Any) -> str:

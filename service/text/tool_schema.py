@@ -52,7 +52,7 @@ def argument(text: str, kinds: Kinds) -> Any:
 
 
 def embedded_schema(schema: Any, name: str) -> Any:
-    """`schema` for a place at #/$defs/NAME of another document: its own references are moved there."""
+    """`schema` for use at #/$defs/NAME of another document: its own references are moved there."""
     if not isinstance(schema, Mapping):
         return schema
     return _moved({key: value for key, value in schema.items() if key not in ("$schema", "$id")}, f"#/$defs/{name}")

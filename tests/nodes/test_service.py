@@ -180,7 +180,7 @@ def test_a_place_in_the_services_queue_is_shown(desk: Desk) -> None:
     ask(found.address, "POST", "/memory/sleep", {"wake": "manual"})
     run = desk.start(writing("a cat", where=SERVICE, seed=21))
     run.wait_until(
-        lambda message: message.kind == "text" and "its turn at the service, place 1" in message.data["text"]
+        lambda message: message.kind == "text" and "its turn at the service, position 1" in message.data["text"]
     )
     ask(found.address, "POST", "/memory/wake", {})
     assert run.result().ok
@@ -313,7 +313,7 @@ def test_a_peers_address_and_key_appear_nowhere(desk: Desk) -> None:
 
 def test_a_place_that_is_not_there_is_refused_when_it_is_queued(desk: Desk) -> None:
     with pytest.raises(
-        Exception, match=r"no place is called 'other server: gone'; there are: in this process, local service"
+        Exception, match=r"`where` is 'other server: gone'; use one of in this process, local service"
     ):
         desk.run(writing("x", where="other server: gone"))
 

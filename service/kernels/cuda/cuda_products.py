@@ -68,7 +68,7 @@ class FusedProducts(CudaKernels):
         self.half = HALVES[activation]
         self.asm = asm
         self.launch: dict[str, Any] = {"launch_pdl": True} if device.early else {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._shapes: dict[tuple[int, int, int, torch.dtype | Format], WeightShape | str] = {}
         self._workspace: Workspace | None = None
         self._static: dict[tuple[str, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
@@ -305,8 +305,8 @@ class FusedProducts(CudaKernels):
         return found
 
     def tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._reported:
+            self._reported.add(what)
             log.warning("no fused CUDA kernel for %s: plain torch does it, slower", what)
 
 

@@ -270,15 +270,15 @@ class CudaRuntime:
     def advise(self, address: int, nbytes: int, advice: str, *, on: bool) -> None:
         name, host = LASTING[advice]
         kind = getattr(self._cuda.cudaMemoryAdvise, f"cudaMemAdvise{'Set' if on else 'Unset'}{name}")
-        self._ask("cudaMemAdvise", address, nbytes, kind, self._place(host))
+        self._ask("cudaMemAdvise", address, nbytes, kind, self._location(host))
 
     def move(self, address: int, nbytes: int, *, to_host: bool) -> None:
         with torch.cuda.device(self._index):
             torch.cuda.synchronize(self._device)  # the pages may still be in use by work queued before
-            self._ask("cudaMemPrefetchAsync", address, nbytes, self._place(to_host), 0, 0)
+            self._ask("cudaMemPrefetchAsync", address, nbytes, self._location(to_host), 0, 0)
             self._ask("cudaStreamSynchronize", 0)
 
-    def _place(self, host: bool) -> Any:
+    def _location(self, host: bool) -> Any:
         location, kinds = self._cuda.cudaMemLocation(), self._cuda.cudaMemLocationType
         location.type = kinds.cudaMemLocationTypeHost if host else kinds.cudaMemLocationTypeDevice
         location.id = 0 if host else self._index

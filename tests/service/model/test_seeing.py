@@ -84,7 +84,7 @@ class Pair:
         rotary = self.rotary
         key_block = self.config.indexer.ratio if self.config.indexer else 1
         turns = turns_of(positions, first, last, rotary.positions, key_block)
-        rotary.turn_axes(turns.places)
+        rotary.turn_axes(turns.axes)
         return replace(rows, turns=turns.turns, first_turns=turns.first_turns)
 
     @property
@@ -134,7 +134,7 @@ def test_scores_and_greedy_ids_equal_transformers(pair: Pair, name: str):
     places, delta = pair.oracle.model.model.get_rope_index(
         inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"]
     )
-    assert torch.equal(positions.places(0, len(ids)), places[:, 0])
+    assert torch.equal(positions.axes(0, len(ids)), places[:, 0])
     assert positions.delta == int(delta)
     wanted = pair.oracle.model(**inputs).logits[0]
     written = pair.oracle.model.generate(**inputs, max_new_tokens=STEPS, do_sample=False, eos_token_id=None)[
@@ -194,16 +194,16 @@ def test_chunks_are_turned_as_the_whole_is(pieces: list[tuple[int, int, int]], s
     for text, _, _ in pieces:
         ids += [*range(10, 10 + text), IMAGE]
     ids, positions = expand([*ids, *range(10, 10 + tail)], IMAGE, [(height, width) for _, height, width in pieces])
-    whole = positions.places(0, len(ids))
+    whole = positions.axes(0, len(ids))
     assert [row for row, token in enumerate(ids) if token == IMAGE] == [
         row for span in positions.spans for row in range(span.first, span.end)
     ]
     for first in range(0, len(ids), size):
         last = min(first + size, len(ids))
         turns = turns_of(positions, first, last, 1000, 4)
-        assert torch.equal(turns.places[:, turns.turns.long() - 1000], whole[:, first:last])
+        assert torch.equal(turns.axes[:, turns.turns.long() - 1000], whole[:, first:last])
         starts = torch.arange(first, last) // 4 * 4
-        assert torch.equal(turns.places[:, turns.first_turns.long() - 1000], whole[:, starts])
+        assert torch.equal(turns.axes[:, turns.first_turns.long() - 1000], whole[:, starts])
         seen = [(number, own) for number, _, own in positions.within(first, last)]
         assert sum(own.stop - own.start for _, own in seen) == sum(token == IMAGE for token in ids[first:last])
     assert (whole[:, -1:] == len(ids) - 1 + positions.delta).all() or not tail
@@ -212,7 +212,7 @@ def test_chunks_are_turned_as_the_whole_is(pieces: list[tuple[int, int, int]], s
 def test_counts_of_places_and_pictures_must_agree():
     assert expand([1, IMAGE, 2], IMAGE, [(2, 3)])[0] == [1, *[IMAGE] * 6, 2]
     for sizes in ([], [(1, 1), (1, 1)]):
-        with pytest.raises(ValueError, match=r"1 places for pictures, but (0|2) pictures"):
+        with pytest.raises(ValueError, match=r"1 image tokens, but (0|2) pictures"):
             expand([1, IMAGE, 2], IMAGE, sizes)
     with pytest.raises(ValueError, match="within one that ends at 6"):
         PicturePositions((PictureSpan(0, 2, 3), PictureSpan(5, 1, 1)))

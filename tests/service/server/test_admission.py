@@ -1,4 +1,4 @@
-"""Who waits and who is refused: one place to write, two to wait. Places are told, and free at once when a client
+"""Admission: one sequence writes, two requests wait. Queue positions are streamed, and one is free at once when a client
 goes away.
 """
 
@@ -59,16 +59,16 @@ def until(connection: socket.socket, text: str) -> str:
 def test_places_are_told_and_the_line_is_bounded(server: Server, clients: ExitStack) -> None:
     first = begun(server, clients)
     second = clients.enter_context(closing(server.open_stream(LONG)))
-    assert ": waiting, place 1\n\n" in until(second, "place")
+    assert ": waiting, position 1\n\n" in until(second, "position")
     third = clients.enter_context(closing(server.open_stream(LONG)))
-    assert ": waiting, place 2\n\n" in until(third, "place")
+    assert ": waiting, position 2\n\n" in until(third, "position")
     status, headers, document = server.ask("POST", "/v1/chat/completions", SHORT)
     assert (status, document["error"]["code"], document["error"]["type"]) == (429, "queue_full", "rate_limit_error")
     assert int(headers["Retry-After"]) >= 1
     with pytest.raises(openai.RateLimitError):
         server.client().embeddings.create(model=MODEL, input="a cat")
     first.close()
-    assert ": waiting, place 1\n\n" in until(third, "place 1")
+    assert ": waiting, position 1\n\n" in until(third, "position 1")
     assert "chat.completion.chunk" in until(second, "data: ")
 
 
@@ -85,7 +85,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Server, clients: ExitSt
 def test_a_client_that_waits_and_goes_away_is_not_written_for(server: Server, clients: ExitStack) -> None:
     first = begun(server, clients)
     waiting = server.open_stream(LONG)
-    until(waiting, "place 1")
+    until(waiting, "position 1")
     waiting.close()
     server.until("onedesk_waiting", 0)
     before = server.figure("onedesk_finishes_total")

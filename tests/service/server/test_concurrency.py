@@ -20,7 +20,7 @@ from onedesk.service.memory.thermal import Thermal
 from onedesk.service.registry import Registry
 from onedesk.service.server import concurrency as places_module
 from onedesk.service.server import maintenance as renewal_module
-from onedesk.service.server.concurrency import Places
+from onedesk.service.server.concurrency import BatchSizes
 from onedesk.service.server.maintenance import IDLE_SECONDS, Renewal, renew_when_idle
 from onedesk.service.server.statistics import Figures
 from tiny_models import write_language_model
@@ -70,32 +70,32 @@ def test_rows_together_where_they_are_faster(
     model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paced(monkeypatch, model, {1: 1.0, 4: 1.5})
-    places = Places(4, registry)
-    assert places.now(model) == 4
-    places.measure(model)
-    assert places.now(model) == places.of("tiny") == 4
+    sizes = BatchSizes(4, registry)
+    assert sizes.now(model) == 4
+    sizes.measure(model)
+    assert sizes.now(model) == sizes.of("tiny") == 4
 
 
 def test_one_after_the_other_where_that_is_faster(
     model: OpenModel, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paced(monkeypatch, model, {1: 1.0, 4: 3.9})
-    places = Places(4, registry)
-    places.measure(model, cancel=lambda: True)
-    assert places.now(model) == 4  # a measurement that was cut short says nothing
-    places.measure(model)
-    assert places.now(model) == 1
-    assert Places(1, registry).now(model) == 1
-    assert Places(1000, registry).now(model) == 8
+    sizes = BatchSizes(4, registry)
+    sizes.measure(model, cancel=lambda: True)
+    assert sizes.now(model) == 4  # a measurement that was cut short says nothing
+    sizes.measure(model)
+    assert sizes.now(model) == 1
+    assert BatchSizes(1, registry).now(model) == 1
+    assert BatchSizes(1000, registry).now(model) == 8
 
 
 def test_one_place_while_memory_is_short_or_the_machine_too_hot(model: OpenModel, registry: Registry) -> None:
-    places, watch = Places(4, registry), registry.watch(model.pool.device)
-    assert places.now(model) == 4
+    sizes, watch = BatchSizes(4, registry), registry.watch(model.pool.device)
+    assert sizes.now(model) == 4
     watch.thermal = Thermal(99.0, ("zone at 99 of 100 degrees",))
-    assert places.now(model) == 1
+    assert sizes.now(model) == 1
     watch.thermal = Thermal(50.0)
-    assert places.now(model) == 4
+    assert sizes.now(model) == 4
 
 
 def test_keys_and_values_have_room_for_several(model: OpenModel, registry: Registry) -> None:

@@ -23,7 +23,7 @@ from onedesk.service.errors import FileError, MemoryFull, ModelError, PeerError,
 from onedesk.service.server import body as body_module
 from onedesk.service.server import generate as generate_module
 from onedesk.service.server import responses
-from onedesk.service.server.concurrency import Places
+from onedesk.service.server.concurrency import BatchSizes
 from onedesk.service.server.frames import Frames
 from onedesk.service.server.models import Models
 from onedesk.service.server.service import Service
@@ -94,7 +94,7 @@ STAGES = (
     Stage(ChatTemplate, "render"),
     Stage(Tokenizer, "encode"),
     Stage(Service, "_check_room"),
-    Stage(Places, "now"),
+    Stage(BatchSizes, "now"),
     Stage(OpenModel, "serve"),
     Stage(SessionOwner, "opened"),
     Stage(BatchLoop, "events"),

@@ -120,7 +120,7 @@ def test_a_model_that_fails_to_load_is_named(tmp_path: Path, caplog: pytest.LogC
     inside = Inside(write_tree(tmp_path, context=256)).start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "onedesk.service.server.service.Places.measure",
+            "onedesk.service.server.service.BatchSizes.measure",
             lambda *_: (_ for _ in ()).throw(OverflowError("too large")),
         )
         inside.on_loop(lambda: setattr(inside.service, "ready", False))

@@ -51,9 +51,9 @@ class Model:
 class Desk:
     """A worker, and those who ask it."""
 
-    def __init__(self, places: int = 8, tokens: int = 1) -> None:
+    def __init__(self, batch_size: int = 8, tokens: int = 1) -> None:
         self.model, self.coming = Model(tokens), Coming()
-        self.worker = Worker("m", lambda _: places, Figures(), self.coming)
+        self.worker = Worker("m", lambda _: batch_size, Figures(), self.coming)
 
     async def ask(self, preparing: Awaitable[object]) -> None:
         """Prepare a request, then read its answer to the end."""
@@ -65,14 +65,14 @@ class Desk:
             continue
 
 
-@pytest.mark.parametrize(("places", "passes"), [(8, [8]), (3, [3, 3, 2])])
+@pytest.mark.parametrize(("batch_size", "passes"), [(8, [8]), (3, [3, 3, 2])])
 def test_requests_that_come_together_are_read_together(
-    monkeypatch: pytest.MonkeyPatch, places: int, passes: list[int]
+    monkeypatch: pytest.MonkeyPatch, batch_size: int, passes: list[int]
 ) -> None:
     monkeypatch.setattr(worker_module, "GATHERING", LONG)
 
     async def run() -> list[int]:
-        desk = Desk(places)
+        desk = Desk(batch_size)
         await asyncio.gather(*(desk.ask(asyncio.sleep(0.002 * which)) for which in range(8)))
         await desk.worker.close()
         return desk.model.passes
@@ -96,17 +96,17 @@ def test_who_takes_long_is_waited_for_only_a_moment() -> None:
     assert asyncio.run(run()) == [1, 1]
 
 
-@pytest.mark.parametrize("places", [1, 8])
-def test_who_is_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch, places: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_who_is_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     """Nor does who has no place beside it, nor anybody for a request that was refused."""
     monkeypatch.setattr(worker_module, "GATHERING", LONG)
 
     async def run() -> list[int]:
-        desk, never = Desk(places), asyncio.Event()
+        desk, never = Desk(batch_size), asyncio.Event()
         with pytest.raises(ValueError, match="refused"), desk.coming.one():
             raise ValueError("refused")
         await asyncio.sleep(0)
-        late = asyncio.create_task(desk.ask(never.wait())) if places == 1 else None
+        late = asyncio.create_task(desk.ask(never.wait())) if batch_size == 1 else None
         await asyncio.sleep(0)
         await asyncio.wait_for(desk.ask(asyncio.sleep(0)), LONG / 2)
         if late is not None:
