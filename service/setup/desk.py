@@ -132,7 +132,9 @@ def start(tree: Tree, port: int, more: Sequence[str]) -> None:
     LOG.info("ComfyUI starts at http://127.0.0.1:%d; Ctrl-C or run.sh stop ends it", port)
     sys.stdout.flush()
     os.chdir(desk.comfyui)
-    os.execve(argv[0], argv, python_environment())  # noqa: S606 - fixed argv; the process keeps its id, which stands in the note
+    # The pack is a link to the checkout: without this its bytecode would be written there.
+    variables = python_environment() | {"PYTHONPYCACHEPREFIX": str(tree.cache / "pycache")}
+    os.execve(argv[0], argv, variables)  # noqa: S606 - fixed argv; the process keeps its id, which stands in the note
 
 
 def stop(tree: Tree) -> bool:

@@ -291,10 +291,12 @@ def uninstall(tree: Tree) -> int:
         clear_cache(tree, record)
         record.files[LOCK] = digest(b"")
         record.remove()
+    if tree.envs.is_dir():
+        for entry in sorted(tree.envs.iterdir()):
+            LOG.info("kept      %s, which this installation did not make", entry)
     if tree.prefix.exists():
-        LOG.info(
-            "kept      your models, data and settings in %s; delete that folder if you do not need them", tree.prefix
-        )
+        left = ", ".join(sorted(entry.name for entry in tree.prefix.iterdir())) or "nothing"
+        LOG.info("left      in %s: %s; delete what you do not need", tree.prefix, left)
     return 0
 
 
@@ -311,7 +313,10 @@ def clear_cache(tree: Tree, record: Record) -> None:
             LOG.info("kept      %s, which none of our programs has made", entry)
         else:
             remove(entry)
-    LOG.info("removed   %s", tree.cache)
+    if any(tree.cache.iterdir()):
+        LOG.info("cleared   %s, except for what is named above", tree.cache)
+    else:
+        LOG.info("removed   %s", tree.cache)
 
 
 def main(arguments: Sequence[str]) -> int:
