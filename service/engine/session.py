@@ -338,7 +338,8 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
     returned.
     """
     need, pool = blueprint.need, opening.pool
-    with pool.loads(owner, opening.cancel), ExitStack() as undo:
+    read = (reading.info.file for tensor in blueprint.plan.tensors for reading in tensor.readings)
+    with pool.loads(owner, opening.cancel), pool.files.reading(read), ExitStack() as undo:
         pool.check(owner, need)
         leases: list[Lease] = []
         kinds: tuple[tuple[Kind, int], ...] = (
@@ -356,7 +357,7 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
             undo.callback(lambda: None if bench.released else bench.release())  # the reader returns it too
         kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache, opening.cancel)
         arrival = WeightArrival(
-            blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize
+            blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize, pool.files
         ).start()
         undo.callback(arrival.stop)  # first: it reads while the rest is built
         runner, stepper = build_runner(blueprint, arrival.tensors, kernels, (kv, scratch), opening, arrival)
