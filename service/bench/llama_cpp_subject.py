@@ -16,7 +16,7 @@ import torch
 
 from ..errors import PeerError
 from .random_gguf import random_gguf
-from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 BATCH = 512
 
@@ -94,6 +94,9 @@ class LlamaCpp:
             written = self._run([(token, len(prompts[row]) + step, row, True) for row, token in enumerate(written)])
         seconds = time.perf_counter() - started
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
+
+    def wake(self, ids: Sequence[int]) -> Wake:
+        raise PeerError("only Onedesk gives way and wakes")
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
         raise PeerError("only Onedesk has a prefix cache to measure")

@@ -14,7 +14,7 @@ from ..engine.runner import CHUNK
 from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.machine_pool import make_pool
-from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 NEVER = -1e9  # added to the score of an end token
 
@@ -60,6 +60,12 @@ class OnedeskSubject:
         times, result = self._run(ids, 1)
         prefetch = result.stages.get("prefetch")
         return FirstToken(times[0] - started, result.stages["prefill"].seconds, prefetch.seconds if prefetch else None)
+
+    def wake(self, ids: Sequence[int]) -> Wake:
+        self._model_there.give_way()
+        started = time.perf_counter()
+        times, result = self._run(ids, 1)
+        return Wake(times[0] - started, result.stages["load"].seconds)
 
     def prefill(self, ids: Sequence[int]) -> float:
         started = time.perf_counter()

@@ -33,7 +33,7 @@ from .subject import SubjectSpec
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
+Kind = Literal["load", "prefill", "decode", "ttft", "wake", "handover"]
 SMALLEST_CONTEXT = 2
 WARM_UP_TOKENS = 3
 # Engines that decode batches.

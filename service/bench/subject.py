@@ -59,6 +59,16 @@ class FirstToken:
     waited: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """From a model that gave way to its first token: seconds in total, and those until its memory was leased and its
+    reading had begun.
+    """
+
+    seconds: float
+    load_seconds: float
+
+
 class Subject(Protocol):
     """An engine in a process of its own. `load` and `unload` alternate; the others need a loaded model."""
 
@@ -74,6 +84,10 @@ class Subject(Protocol):
         """Open the model and read the prompt; `overlap` false: all of it is in memory before the prompt is read.
         Leaves it loaded.
         """
+        ...
+
+    def wake(self, ids: Sequence[int]) -> Wake:
+        """Give way, then come back for the first token after `ids`. Raises PeerError for an engine that cannot."""
         ...
 
     def prefill(self, ids: Sequence[int]) -> float:

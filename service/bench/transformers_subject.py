@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 
 class Transformers:
@@ -65,6 +65,9 @@ class Transformers:
             token, cache = self._step(token, cache)
         seconds = time.perf_counter() - started
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
+
+    def wake(self, ids: Sequence[int]) -> Wake:
+        raise PeerError("only Onedesk gives way and wakes")
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
         raise PeerError("only Onedesk has a prefix cache to measure")

@@ -12,18 +12,18 @@ from .options import SUCCESS, Subcommands, batches, whole_from
 def add_to(subcommands: Subcommands) -> None:
     """Add `bench` to the command."""
     parser = subcommands.add(
-        "bench", run, "Measure load, prefill, decode, first token or hand-over, and the read bandwidth."
+        "bench", run, "Measure load, prefill, decode, first token, wake or hand-over, and the read bandwidth."
     )
-    kinds = ("load", "prefill", "decode", "ttft", "handover")
-    parser.add_argument("kind", choices=kinds, help="what is measured; ttft: time to first token")
+    kinds = ("load", "prefill", "decode", "ttft", "wake", "handover")
+    what = "what is measured; ttft: time to first token; wake: the same for a model that gave way"
+    parser.add_argument("kind", choices=kinds, help=what)
     batch = "batch sizes to decode, each 1 (the default) to 8"
     parser.add_argument("--batch", type=batches, default=[1], metavar="1,2,4,8", help=batch)
     parser.add_argument(
         "--tokens", type=whole_from(2), default=0, metavar="N", help="tokens to decode; default 64, handover 16"
     )
-    parser.add_argument(
-        "--prompt", type=whole_from(1), default=0, metavar="N", help="tokens of the prompt; default 512, decode 128"
-    )
+    prompt = "tokens of the prompt; default 512, decode 128, wake 16"
+    parser.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help=prompt)
     cycles = "repetitions of each measurement; default 5, handover 300"
     parser.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help=cycles)
     parser.add_argument(
