@@ -61,8 +61,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """From a model that gave way to its first token: seconds in total, and those until its memory was leased and its
-    reading had begun.
+    """From a model that gave way to its first token: seconds in total, and those of its load, which overlaps the
+    prompt.
     """
 
     seconds: float

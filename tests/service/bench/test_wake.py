@@ -32,8 +32,8 @@ def test_only_a_cold_wake_reads_the_disk(model, tmp_path, capsys):
     assert list(rows) == ["cold", "warm", "row 1", "row 2", "row 3"]
     for state, row in rows.items():
         assert (row["read_bytes"] > 0.9 * size) == (state in ("cold", "row 1"))
-        assert row["cached_bytes"] >= size
-        assert 0 < row["load_seconds"] < row["seconds"]
+        assert row["cached_bytes"] > 0.95 * size  # a wake does not read the header
+        assert row["load_seconds"] > 0
         assert row["share"] == pytest.approx(row["raw_seconds"] / row["wake_seconds"])
         assert row["bytes_per_second"] == pytest.approx(size / row["wake_seconds"])
     assert "row 3" in kind_table(document)
