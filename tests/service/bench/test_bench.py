@@ -82,6 +82,22 @@ def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
     assert known_ceiling(tmp_path / "cache", "cpu") == document["read_bytes_per_second"]
 
 
+def test_sampling_settings_are_measured_in_turn_beside_a_greedy_peer(model, tmp_path):
+    document = run("decode", model, tmp_path, against="transformers", samplings=("card", "card+presence"))
+    found = [(row["engine"], row["sampling"]) for row in document["rows"]]
+    assert found == [("onedesk", "card"), ("onedesk", "card+presence"), ("transformers", "greedy")]
+    assert "card+presence" in kind_table(document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "told"),
+    [("decode", "card,hot", "'hot' is none of greedy, card"), ("prefill", "card", "only decode is measured with settings")],
+)
+def test_sampling_settings_that_cannot_be_measured_are_refused(model, kind, value, told, capsys):
+    assert cli.main(["bench", kind, "--model", str(model), "--sampling", value]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
     wanted = json.loads(_generate(model))["ids"]
     ending = write_tiny_qwen3(
