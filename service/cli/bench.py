@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.sampling != [GREEDY] and args.kind != "decode":
         raise UsageError(
-            f"--sampling {','.join(args.sampling)}: only decode is measured with other settings than greedy"
+            f"--sampling {','.join(args.sampling)}: only decode is measured with settings other than greedy"
         )
     config = load_config(args.config)
     name = args.model or ("" if args.kind == "handover" else default_model(config))
