@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 
 from ..api import pick_device
+from ..catalog.composition import compose
+from ..catalog.decode_speed import DecodeSpeed, TokenReads, shown_speed
 from ..config import Config
 from ..console import columns
 from ..engine.session import draw_blueprint
@@ -49,6 +51,7 @@ RUN_TITLES = (
     "TOKENS/s",
     "GB/s",
     "SHARE",
+    "EXPECTED",
     "PEAK GB",
     "MAJOR FAULTS A TOKEN",
     "ALLOCATIONS A TOKEN",
@@ -98,6 +101,8 @@ def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any
         )
     ceiling = max(ceiling, read_ceiling(device, available=available, cache=config.cache))
     keep_ceiling(config.cache, device, ceiling)
+    if plan.kind == "decode":
+        rows = _with_estimates(rows, plan, checkpoint, DecodeSpeed(device, ceiling, config.cache))
     return {
         "kind": plan.kind,
         "model": checkpoint.name,
@@ -134,6 +139,7 @@ def _load_line(row: dict[str, Any]) -> tuple[str, ...]:
 def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
     counts = (row.get("major_faults_per_token"), row.get("allocations_per_token"))
     speed = (f"{row['tokens_per_second']:.2f}", f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share']:.0%}")
+    speed = (*speed, shown_speed(row.get("expected_tokens_per_second")))
     rows = (row["engine"], row["sampling"], str(row["batch"]), str(row["prompt"]), str(row["tokens"]))
     return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts))
 
@@ -210,6 +216,29 @@ def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[Measuri
         _run_row(case, plan, found, bytes_per_pass(checkpoint, plan, case.worker.engine))
         for case, found in samples.items()
     ]
+
+
+def _with_estimates(
+    rows: list[dict[str, Any]], plan: BenchPlan, checkpoint: Checkpoint, speed: DecodeSpeed
+) -> list[dict[str, Any]]:
+    """The rows with the expected speed, see _with_expected. The median share of this run is kept after all."""
+    blueprint = draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, plan.quant)
+    reads = TokenReads(blueprint.pass_bytes, compose(checkpoint.config).active, blueprint.config.layers)
+    made = [_with_expected(row, reads, speed) for row in rows]
+    alone = [row["tokens_per_second"] for row in made if row["expected_ratio"] is not None]
+    if alone:
+        speed.keep(reads, statistics.median(alone))
+    return made
+
+
+def _with_expected(row: dict[str, Any], reads: TokenReads, speed: DecodeSpeed) -> dict[str, Any]:
+    """The row of Onedesk's own decode at batch 1 with the speed that was to be expected before this run, and the
+    measured one relative to it; None in other rows.
+    """
+    if (row["engine"], row["batch"]) != ("onedesk", 1):
+        return row | {"expected_tokens_per_second": None, "expected_ratio": None}
+    expected, measured = speed.tokens_per_second(reads), row["tokens_per_second"]
+    return row | {"expected_tokens_per_second": expected, "expected_ratio": measured / expected}
 
 
 @dataclass(frozen=True, slots=True)
