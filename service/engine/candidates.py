@@ -19,19 +19,21 @@ def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     columns = len(values) // COLUMN
     if columns < FEW * count:
         return _sorted_by_torch(values, count)
-    whole = columns * COLUMN
-    heads, tail = values[:whole].reshape(COLUMN, columns).max(axis=0), values[whole:]
-    bound = np.partition(heads, columns - count)[columns - count]
-    if np.isnan(bound) or np.isnan(heads.max()) or np.isnan(tail).any():
+    rows = len(values) // columns
+    heads = np.maximum.reduce(values[: rows * columns].reshape(rows, columns), axis=0)
+    rest = values[rows * columns :]  # a last row that is not full
+    np.maximum(heads[: len(rest)], rest, out=heads[: len(rest)])
+    ranked = np.partition(heads, columns - count)
+    bound, best = ranked[columns - count], np.maximum.reduce(ranked[columns - count :])
+    chosen = (heads >= bound if bound > -np.inf else heads > -np.inf).nonzero()[0]
+    if np.isnan(best) or not len(chosen) or len(chosen) * FEW > columns:
         return _sorted_by_torch(values, count)
-    chosen = np.flatnonzero(heads >= bound if bound > -np.inf else heads > -np.inf)
-    if not len(chosen) or len(chosen) * FEW > columns:
-        return _sorted_by_torch(values, count)
-    ids = np.concatenate(((np.arange(0, whole, columns)[:, None] + chosen).ravel(), np.arange(whole, len(values))))
+    ids = (np.arange(0, len(values), columns)[:, None] + chosen).reshape(-1)
+    ids = ids[ids < len(values)]
     found = values[ids]
-    kept = np.flatnonzero(found >= bound)
+    kept = (found >= bound).nonzero()[0]
     ids, found = ids[kept], found[kept]
-    order = np.lexsort((ids, -found))[:count]
+    order = (-found).argsort(kind="stable")[:count]  # ids ascend
     return found[order], ids[order]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from ..core import FP32_MAX, Sampling
 
 FIRST_SIZE = 256
+_MOST = np.float32(FP32_MAX)
 
 
 class Penalties:
@@ -68,7 +69,7 @@ class Penalties:
 def set_finite(values: np.ndarray, ids: np.ndarray, changed: np.ndarray) -> None:
     """Set `values` at `ids` to `changed`, clipped to the range of FP32: an infinite score would outweigh every other
     for good."""
-    values[ids] = np.clip(changed, -FP32_MAX, FP32_MAX)
+    values[ids] = np.maximum(np.minimum(changed, _MOST), -_MOST)
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
