@@ -25,6 +25,7 @@ from onedesk.service.bench.page_cache import Residency, evict, read_whole
 from onedesk.service.bench.peak_watch import PeakWatch
 from onedesk.service.bench.run import BenchPlan, files_of_load, measure
 from onedesk.service.bench.subject import SubjectSpec
+from onedesk.service.catalog.decode_speed import REACHED
 from onedesk.service.cli import command as cli
 from onedesk.service.cli.quantize import quantize_model
 from onedesk.service.config import Config
@@ -80,6 +81,37 @@ def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
         assert row["allocations_per_token"] == (0 if row["engine"] == "onedesk" else None)
     assert document["rows"][0]["major_faults_per_token"] == 0
     assert known_ceiling(tmp_path / "cache", "cpu") == document["read_bytes_per_second"]
+
+
+def test_the_expected_speed_is_that_of_the_last_measurement(model, tmp_path):
+    """The first run expects the built-in share, the second the share that the first one reached."""
+    first = run("decode", model, tmp_path, against="transformers", batches=(1, 2))
+    plan = BenchPlan("decode", str(model), device="cpu", tokens=6, prompt=20, cycles=2)
+    second = measure(plan, Config(tree=tmp_path), ModelRoots([]))
+    alone, *others = first["rows"]
+    reached = alone["bytes_per_second"] / first["read_bytes_per_second"]
+    assert alone["expected_ratio"] == pytest.approx(reached / REACHED["cpu"][16], rel=NORMS)
+    assert alone["expected_ratio"] == alone["tokens_per_second"] / alone["expected_tokens_per_second"]
+    assert {row["expected_ratio"] for row in others} == {None}
+    again = second["rows"][0]
+    change = second["read_bytes_per_second"] / first["read_bytes_per_second"]
+    assert again["expected_tokens_per_second"] == pytest.approx(alone["tokens_per_second"] * change)
+
+
+def test_sampling_settings_are_measured_in_turn_beside_a_greedy_peer(model, tmp_path):
+    document = run("decode", model, tmp_path, against="transformers", samplings=("card", "card+presence"))
+    found = [(row["engine"], row["sampling"]) for row in document["rows"]]
+    assert found == [("onedesk", "card"), ("onedesk", "card+presence"), ("transformers", "greedy")]
+    assert "card+presence" in kind_table(document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "told"),
+    [("decode", "card,hot", "'hot' is none of greedy, card"), ("prefill", "card", "only decode is measured with")],
+)
+def test_sampling_settings_that_cannot_be_measured_are_refused(model, kind, value, told, capsys):
+    assert cli.main(["bench", kind, "--model", str(model), "--sampling", value]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
