@@ -312,9 +312,7 @@ def test_a_peers_address_and_key_appear_nowhere(desk: Desk) -> None:
 
 
 def test_a_place_that_is_not_there_is_refused_when_it_is_queued(desk: Desk) -> None:
-    with pytest.raises(
-        Exception, match=r"`where` is 'other server: gone'; use one of in this process, local service"
-    ):
+    with pytest.raises(Exception, match=r"`where` is 'other server: gone'; use one of in this process, local service"):
         desk.run(writing("x", where="other server: gone"))
 
 

@@ -82,6 +82,25 @@ def test_decode_beside_transformers_counts_the_same_steps(model, tmp_path):
     assert known_ceiling(tmp_path / "cache", "cpu") == document["read_bytes_per_second"]
 
 
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_the_cards_sampling_has_a_row_for_each_addition(tmp_path, tokenizer):
+    """A schema is measured where there is a tokenizer."""
+    named = write_tiny_qwen3(tmp_path / "named", context=256, tokenizer=tokenizer)
+    rows = run("decode", named, tmp_path, batches=(1, 2), sampling="card")["rows"]
+    words = ["card", "card, presence 1.5", "card, repetition 1.1", "card, a bias", "card, logprobs 5"]
+    words += ["card, JSON schema"] if tokenizer else []
+    assert [(row["batch"], row["sampling"]) for row in rows] == [(batch, word) for batch in (1, 2) for word in words]
+    for row in rows:
+        plain = next(other for other in rows if other["batch"] == row["batch"])
+        assert row["of_plain"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+
+
+def test_a_peer_has_no_rows_of_the_cards_sampling(model, capsys):
+    options = ["bench", "decode", "--sampling", "card", "--against", "transformers", "--model", str(model), "--json"]
+    assert cli.main(options) == 2
+    assert "leave --against out" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
 def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
     wanted = json.loads(_generate(model))["ids"]
     ending = write_tiny_qwen3(
