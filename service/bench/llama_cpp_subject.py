@@ -86,7 +86,7 @@ class LlamaCpp:
         self._read(0, ids)
         return time.perf_counter() - started
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
         self._forget()
         written = [self._read(row, ids) for row, ids in enumerate(prompts)]
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()

@@ -111,8 +111,8 @@ class _Requests:
     def prefill(self, ids: list[int]) -> dict[str, Any]:
         return {"seconds": self._subject.prefill(ids), "peak_bytes": self._peak()}
 
-    def decode(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        return asdict(self._subject.decode(prompts, tokens)) | {"peak_bytes": self._peak()}
+    def decode(self, prompts: list[list[int]], tokens: int, sampling: str) -> dict[str, Any]:
+        return asdict(self._subject.decode(prompts, tokens, sampling)) | {"peak_bytes": self._peak()}
 
     def prefix(self, ids: list[int], tails: list[list[int]]) -> dict[str, Any]:
         return asdict(self._subject.prefix(ids, tails)) | {"peak_bytes": self._peak()}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..api import OpenModel, open_model
-from ..core import Request, Result, Sampling
+from ..core import Request, Result
 from ..engine.runner import CHUNK
 from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.machine_pool import make_pool
+from .samplings import sampling_case
 from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
 
 NEVER = -1e9  # added to the score of an end token
@@ -66,14 +68,16 @@ class OnedeskSubject:
         times, _ = self._run(ids, 1)
         return times[0] - started
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
         """Sequences begin one after the other, so the first get more tokens; only the time in which all decode
         counts.
         """
         written = tokens + lead_tokens(len(prompts[0]), len(prompts))
         seen, times = set(), []
         result: Result | None = None
-        for event in self._model_there.generate_batch([self._request(ids, written) for ids in prompts]):
+        for event in self._model_there.generate_batch(
+            [self._request(ids, written, sampling=sampling) for ids in prompts]
+        ):
             if event.token is not None:
                 seen.add(event.request)
                 if len(seen) == len(prompts) and result is None:
@@ -121,12 +125,12 @@ class OnedeskSubject:
             raise ModelError("nothing is loaded; load before measuring")
         return self._model
 
-    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False) -> Request:
-        """Greedy. Without a prefix cache (unless that is measured) and draft tokens: they would count as computed
-        tokens.
-        """
-        greedy = Sampling(temperature=0.0, logit_bias=dict.fromkeys(self._task.end_tokens, NEVER))
-        return Request(ids=tuple(ids), sampling=greedy, max_tokens=tokens, prefix_reuse=keep, speculation=False)
+    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False, sampling: str = "greedy") -> Request:
+        """Without a prefix cache (unless that is measured) and draft tokens: they would count as computed tokens."""
+        case = sampling_case(sampling)
+        bias = {**dict.fromkeys(self._task.end_tokens, NEVER), **case.bias}
+        same: dict[str, Any] = {"max_tokens": tokens, "prefix_reuse": keep, "speculation": False}
+        return Request(ids=tuple(ids), sampling=replace(case.sampling, logit_bias=bias), **same, **case.more)
 
     def device_peak(self) -> int | None:
         return torch.cuda.max_memory_reserved() if self._task.device == "cuda" else None

@@ -28,6 +28,7 @@ from .ceiling import read_ceiling
 from .measuring_child import Engine, MeasuringChild
 from .onedesk_subject import lead_tokens
 from .page_cache import Residency, evict, read_whole
+from .samplings import ROWS, WORDS
 from .shapes import SHAPES, random_checkpoint
 from .subject import SubjectSpec
 
@@ -41,6 +42,7 @@ BATCHED = ("onedesk", "transformers", "llama.cpp")
 LOAD_TITLES = ("ENGINE", "FILE", "SECONDS", "RAW READ", "GB/s", "SHARE", "READ AND KEPT", "SHARE", "PEAK / SIZE")
 RUN_TITLES = (
     "ENGINE",
+    "SAMPLING",
     "BATCH",
     "PROMPT",
     "TOKENS",
@@ -50,13 +52,14 @@ RUN_TITLES = (
     "PEAK GB",
     "MAJOR FAULTS A TOKEN",
     "ALLOCATIONS A TOKEN",
+    "OF PLAIN",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
     """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, each `cycles`
-    times.
+    times. `sampling`: the rows of decode, see samplings.ROWS; only "greedy" has a peer.
     """
 
     kind: Kind
@@ -68,6 +71,7 @@ class BenchPlan:
     cycles: int = 5
     against: Literal["transformers", "llama.cpp"] | None = None
     batches: tuple[int, ...] = (1,)
+    sampling: str = "greedy"
 
 
 def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
@@ -131,8 +135,9 @@ def _load_line(row: dict[str, Any]) -> tuple[str, ...]:
 def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
     counts = (row.get("major_faults_per_token"), row.get("allocations_per_token"))
     speed = (f"{row['tokens_per_second']:.2f}", f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share']:.0%}")
-    rows = (row["engine"], str(row["batch"]), str(row["prompt"]), str(row["tokens"]))
-    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts))
+    rows = (row["engine"], row["sampling"], str(row["batch"]), str(row["prompt"]), str(row["tokens"]))
+    plain = f"{row['of_plain']:.3f}" if "of_plain" in row else "-"
+    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts), plain)
 
 
 def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
@@ -187,35 +192,45 @@ def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "on
 def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[MeasuringChild]) -> list[dict[str, Any]]:
     decode = plan.kind == "decode"
     prompts = [random_prompt(checkpoint, plan.prompt, seed) for seed in range(1, max(plan.batches) + 1)]
-    asked: dict[int, dict[str, Any]] = {
-        batch: {"prompts": prompts[:batch], "tokens": plan.tokens} if decode else {"ids": prompts[0]}
-        for batch in plan.batches
-    }
+    samplings = _samplings(plan, checkpoint)
     measured = [
-        (worker, batch) for batch in plan.batches for worker in workers if batch == 1 or worker.engine in BATCHED
+        (worker, batch, sampling)
+        for batch in plan.batches
+        for sampling in samplings
+        for worker in workers
+        if batch == 1 or worker.engine in BATCHED
     ]
-    samples: dict[tuple[Engine, int], list[dict[str, Any]]] = {(worker.engine, batch): [] for worker, batch in measured}
+    asked: dict[tuple[int, str], dict[str, Any]] = {
+        (batch, sampling): {"prompts": prompts[:batch], "tokens": plan.tokens, "sampling": sampling}
+        if decode
+        else {"ids": prompts[0]}
+        for _, batch, sampling in measured
+    }
+    samples: dict[tuple[Engine, int, str], list[dict[str, Any]]] = {(w.engine, b, s): [] for w, b, s in measured}
     for worker in workers:
         worker.ask("load")
-    for worker, batch in measured:
-        worker.ask(plan.kind, **asked[batch] | ({"tokens": WARM_UP_TOKENS} if decode else {}))
+    for worker, batch, sampling in measured:
+        worker.ask(plan.kind, **asked[batch, sampling] | ({"tokens": WARM_UP_TOKENS} if decode else {}))
     for cycle in range(plan.cycles):
-        for worker, batch in measured:
-            sample = worker.ask(plan.kind, **asked[batch])
-            samples[worker.engine, batch].append(sample)
-            log.info(
-                "%s %s of %d, %d of %d: %.3f s",
-                worker.engine,
-                plan.kind,
-                batch,
-                cycle + 1,
-                plan.cycles,
-                sample["seconds"],
-            )
-    return [
-        _run_row(engine, batch, plan, found, bytes_per_pass(checkpoint, plan, engine))
-        for (engine, batch), found in samples.items()
+        for worker, batch, sampling in measured:
+            sample = worker.ask(plan.kind, **asked[batch, sampling])
+            samples[worker.engine, batch, sampling].append(sample)
+            count = f"{cycle + 1} of {plan.cycles}"
+            log.info("%s %s of %d, %s, %s: %.3f s", worker.engine, plan.kind, batch, sampling, count, sample["seconds"])
+    rows = [
+        _run_row(engine, batch, plan, found, bytes_per_pass(checkpoint, plan, engine)) | {"sampling": WORDS[sampling]}
+        for (engine, batch, sampling), found in samples.items()
     ]
+    plain = {row["batch"]: row["tokens_per_second"] for row in reversed(rows) if row["engine"] == "onedesk"}
+    if len(samplings) > 1:
+        rows = [row | {"of_plain": row["tokens_per_second"] / plain[row["batch"]]} for row in rows]
+    return rows
+
+
+def _samplings(plan: BenchPlan, checkpoint: Checkpoint) -> Sequence[str]:
+    """The rows of a measurement. A schema needs a tokenizer, which random weights lack."""
+    names = ROWS[plan.sampling] if plan.kind == "decode" else ("greedy",)
+    return names if (checkpoint.folder / "tokenizer.json").is_file() else [name for name in names if name != "schema"]
 
 
 def _run_row(

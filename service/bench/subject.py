@@ -80,8 +80,9 @@ class Subject(Protocol):
         """Seconds from the prompt's ids to the first token, greedy."""
         ...
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
-        """Decode after all prompts as one batch, greedy: about `tokens` steps."""
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
+        """Decode after all prompts as one batch: about `tokens` steps. `sampling`: a row of samplings.ROWS; engines
+        other than Onedesk are asked for "greedy" alone."""
         ...
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:

@@ -58,7 +58,7 @@ class Transformers:
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
         token, cache = self._step(torch.tensor([list(ids) for ids in prompts], device=self._task.device), None)
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
         for _ in range(tokens - 1):

@@ -26,6 +26,11 @@ def add_to(subcommands: Subcommands) -> None:
     )
     cycles = "repetitions of each measurement; default 5, handover 300"
     parser.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help=cycles)
+    sampling = (
+        "how decode samples: greedy (the default), or card: a row with the model card's settings, and rows with"
+        " presence 1.5, repetition 1.1, a bias, log-probabilities and a JSON schema as well"
+    )
+    parser.add_argument("--sampling", choices=("greedy", "card"), default="greedy", help=sampling)
     parser.add_argument(
         "--against", choices=("transformers", "llama.cpp"), help="measure this engine too, in the same run"
     )
@@ -43,15 +48,16 @@ def run(args: argparse.Namespace) -> int:
             f"--batch {','.join(map(str, args.batch))}: only decode is measured in batches, of up to {MAX_BATCH}"
             " sequences"
         )
+    if args.sampling != "greedy" and (args.kind != "decode" or args.against):
+        raise UsageError("--sampling card: only decode of Onedesk itself is measured so; leave --against out")
     config = load_config(args.config)
     name = args.model or ("" if args.kind == "handover" else default_model(config))
     if name is None:
         raise UsageError(
             "no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)"
         )
-    plan = BenchPlan(
-        args.kind, name, args.quant, args.device, args.tokens, args.prompt, args.cycles, args.against, tuple(args.batch)
-    )
+    sizes = (args.tokens, args.prompt, args.cycles)
+    plan = BenchPlan(args.kind, name, args.quant, args.device, *sizes, args.against, tuple(args.batch), args.sampling)
     document = measure_kind(plan, config, model_roots(config))
     write_json(document) if args.json else print(kind_table(document))
     return SUCCESS
