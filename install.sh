@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
   cat <<'TEXT'
 usage: install.sh [--prefix DIR] [--comfyui PATH [--comfyui-python PY]] [--demo] [--test] [--service]
-                  [--python PY] [--torch SPEC]
+                  [--models NAME] [--python PY] [--torch SPEC] [--dry-run] [--yes]
        install.sh --uninstall [--prefix DIR]
 
   --prefix DIR          where everything goes; default ~/dgx-local
@@ -14,8 +14,12 @@ usage: install.sh [--prefix DIR] [--comfyui PATH [--comfyui-python PY]] [--demo]
   --demo                then draw a picture with the demo models, and print idea, prompt and file
   --test                then install what the tests need and run all checks
   --service             then let `onedesk serve` run as a service of this user (systemd), now and at each login
+  --models NAME         then fetch an image model with its Qwen: z-image-turbo, flux2-klein-4b, qwen-image; or OWNER/NAME
+  --dry-run             show what was found and what would be installed; change nothing
+  --yes                 ask nothing; without a terminal nothing is asked either
   --python PY           Python 3.10 to 3.13 to build on; default: the first one found
-  --torch SPEC          the torch for a new environment, as pip install takes it; default torch==2.13.0
+  --torch SPEC          the torch for a new environment, as pip install takes it; default: torch 2.13.0, without CUDA where
+                        there is no GPU of NVIDIA
   --uninstall           take the installation away; models, data and changed settings stay
   --help                this text
 

@@ -25,7 +25,9 @@ def isolated_command(*words: str | Path, python: str | Path | None = None) -> li
     and arguments.
     """
     flags = ["-I", "-B"] if sys.dont_write_bytecode else ["-I"]
-    return [str(python or sys.executable), *flags, *map(str, words)]
+    # Bytecode goes where ours goes, never into the checkout.
+    cache = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
+    return [str(python or sys.executable), *flags, *cache, *map(str, words)]
 
 
 def package_command(module: str, *arguments: str) -> list[str]:

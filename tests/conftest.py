@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -26,6 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--comfyui", type=Path, default=None, help="folder of a ComfyUI whose requirements this Python has"
     )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_sudden_end() -> Iterator[None]:
+    """A test that ends the process of the tests at once fails instead; forked children may."""
+    real, tests = os._exit, os.getpid()
+
+    def refused(status: int) -> NoReturn:
+        if os.getpid() == tests:
+            raise RuntimeError(f"os._exit({status}) in the process of the tests")
+        real(status)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "_exit", refused)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from .output import run_request
 
 if TYPE_CHECKING:
     from ..api import OpenModel
+
+_COMMAND = re.compile("/[A-Za-z]+")
 
 
 def add_to(subcommands: Subcommands) -> None:
@@ -36,9 +39,13 @@ def run(args: argparse.Namespace) -> int:
             raise Cancelled("interrupted")
         print("Write a message. /reset clears the conversation, /exit or Ctrl-D ends it.", file=sys.stderr)
         while (line := read_line("> ")) is not None and line.strip() != "/exit":
-            if line.strip() == "/reset":
+            word = line.strip()
+            if word == "/reset":
                 history = list(start)
-            elif line.strip():
+                print("(The conversation is cleared.)", file=sys.stderr)
+            elif _COMMAND.fullmatch(word):
+                print(f"onedesk: {word} is not a command; use /reset or /exit", file=sys.stderr)
+            elif word:
                 history = _turn(model, options, [*history, Message("user", line)], stop)
     return SUCCESS
 

@@ -72,7 +72,7 @@ class _Screen:
 def _tell(result: Result) -> None:
     first, total, usage = result.seconds["first_token"], result.seconds["total"], result.usage
     kept = f" ({usage.cached} of them kept from before)" if usage.cached else ""
-    times = f"the first after {first:.2f} s, all after {total:.2f} s"
+    times = f"the first after {first:.2f} s, all after {total:.2f} s" if usage.completion else f"{total:.2f} s"
     _write(
         sys.stderr,
         f"[{result.finish}: {usage.prompt}{kept} + {usage.completion} tokens, {times}; seed {result.seed}]\n",

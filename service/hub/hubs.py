@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from yarl import URL
 
 from ..config import Config
-from ..errors import FileError, PeerError, RequestError
+from ..errors import FileError, OnedeskError, PeerError, RequestError
 from ..loader.files import short
 from . import huggingface, modelscope
 from .limits import HubLimits
@@ -61,9 +61,7 @@ class Hubs:
         return self._known[repo, revision]
 
     async def _ask(self, repo: str, revision: str | None) -> RepositorySnapshot:
-        failure: PeerError | RequestError = RequestError(
-            "HF_HUB_OFFLINE is set, so no hub is asked; unset it for this command"
-        )
+        failures: list[PeerError] = []
         for web in self._webs:
             read = modelscope.read_snapshot if web.endpoint.hub == "modelscope" else huggingface.read_snapshot
             try:
@@ -72,11 +70,11 @@ class Hubs:
                 # Try another hub only if this one did not respond at all: the same name may have another owner there.
                 if web.answered:
                     raise
-                failure = error
+                failures.append(error)
                 self._report({"event": "fallback", "host": web.endpoint.url.host, "reason": str(error)})
         cached = None if self.local is None else cached_snapshot(self.local.root, repo, revision)
         if cached is None:
-            raise failure
+            raise _unreachable(failures)
         return cached
 
     def web(self, snapshot: RepositorySnapshot) -> Web | None:
@@ -94,6 +92,13 @@ class Hubs:
                 f"{short(file.path)} of {snapshot.repo} is not in the folder of --import, and no hub can be asked"
             )
         return await read_small(web, file_address(snapshot, file.path), file, SMALL_LIMIT)
+
+
+def _unreachable(failures: Sequence[PeerError]) -> OnedeskError:
+    """What to raise when no hub answered: the reason of each that was asked."""
+    if not failures:
+        return RequestError("HF_HUB_OFFLINE is set, so no hub is asked; unset it for this command")
+    return failures[0] if len(failures) == 1 else PeerError("; ".join(map(str, failures)))
 
 
 def file_address(snapshot: RepositorySnapshot, path: str) -> URL:

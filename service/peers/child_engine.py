@@ -25,7 +25,7 @@ from ..memory.pool import Pool, Released
 from ..python_process import SAFE_FOLDER, python_environment
 from . import llama_server, vllm
 from .child import Child, Order, check_program
-from .launch import Endpoint, Launch, LaunchMachine, environment
+from .launch import EngineEndpoint, Launch, LaunchMachine, environment
 from .peer import Described, Peer, PeerAddress
 from .wire import Exchange
 
@@ -203,7 +203,7 @@ class ChildEngine(Peer):
         settings = self._settings
         key = secrets.token_urlsafe(32)
         preset = self._own_file(f"{settings.name}.ini", "")
-        endpoint = Endpoint(
+        endpoint = EngineEndpoint(
             _free_port(settings.port, self.title), key, self._own_file(f"{settings.name}.key", key + "\n"), preset
         )
         truth = pool.read_truth()

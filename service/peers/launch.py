@@ -40,7 +40,7 @@ class LaunchMachine:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EngineEndpoint:
     """Where the child listens, and its key, which is in `key_file` (mode 0600) and `key`, never in its arguments.
     `preset`: the path to write Launch.preset to.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config import PeerSettings, model_name
 from ..errors import FileError, PeerError
 from ..memory.budget import show
-from .launch import Endpoint, Launch, LaunchMachine, check_options, weight_bytes
+from .launch import EngineEndpoint, Launch, LaunchMachine, check_options, weight_bytes
 
 COMMAND = ("llama-server",)
 HEALTH = "/health"
@@ -46,7 +46,9 @@ OURS += ("--mmap", "--no-mmap", "-lm", "--load-mode", "--models-dir", "--models-
 VARIABLES = {"LLAMA_ARG_OFFLINE": "1"}
 
 
-def launch(settings: PeerSettings, machine: LaunchMachine, endpoint: Endpoint, knows: Callable[[str], bool]) -> Launch:
+def launch(
+    settings: PeerSettings, machine: LaunchMachine, endpoint: EngineEndpoint, knows: Callable[[str], bool]
+) -> Launch:
     """Its arguments. `knows` says whether this version has an option. Raises PeerError, FileError.
 
     `context` is per sequence; the server divides one total among its slots. With several models it starts as a router,

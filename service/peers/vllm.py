@@ -14,7 +14,7 @@ from ..config import PeerSettings
 from ..errors import FileError, ModelError, PeerError
 from ..loader.json_files import read_json_object
 from ..memory.budget import show
-from .launch import Endpoint, Launch, LaunchMachine, check_options, weight_bytes
+from .launch import EngineEndpoint, Launch, LaunchMachine, check_options, weight_bytes
 
 COMMAND = ("vllm",)
 HEALTH = "/health"
@@ -48,7 +48,7 @@ OURS = (
 )
 
 
-def launch(settings: PeerSettings, machine: LaunchMachine, endpoint: Endpoint) -> Launch:
+def launch(settings: PeerSettings, machine: LaunchMachine, endpoint: EngineEndpoint) -> Launch:
     """Its arguments on this machine, the first of `settings.nodes`. Raises PeerError for budgets that cannot be met,
     FileError.
 

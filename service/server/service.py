@@ -255,7 +255,7 @@ class Service:
         self.ready = not self.stopping
 
     async def _prepare_model(self, name: str) -> None:
-        _, model = await self.in_thread(self.find, name)
+        _, model = await self.in_thread(self.find, self.models.spec(name))
         worker = self._worker(name)
 
         def prepare() -> None:

@@ -21,8 +21,9 @@ SCRIPTS = ("install.sh", ".ci/run")
 TRITON = "triton==3.6.0"
 
 
-def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[str]]:
-    """The checks by name, pytest last so that its summary ends the output; `more`: further arguments for pytest."""
+def commands(environment: Environment, report: Path, more: Sequence[str]) -> dict[str, list[str]]:
+    """The checks by name, pytest last so that its summary ends the output; `more`: further arguments for pytest, which
+    writes `report` when its last test has ended."""
     python = str(environment.python)
     checks = {
         "ruff check": isolated_command("-m", "ruff", "check", ".", python=python),
@@ -35,7 +36,8 @@ def commands(environment: Environment, more: Sequence[str]) -> dict[str, list[st
     else:
         LOG.info("checks    shellcheck has no package for this processor: the shell scripts are not checked")
     # The pytest cache would be written into the checkout.
-    checks["pytest"] = isolated_command("-m", "pytest", "-q", "-p", "no:cacheprovider", *more, python=python)
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}")
+    checks["pytest"] = isolated_command(*words, *more, python=python)
     return checks
 
 
@@ -53,9 +55,14 @@ def run_checks(environment: Environment, steps: Steps, checkout: Path, more: Seq
         | {"TMPDIR": str(temporary)}
     )
     failed = []
-    for name, argv in commands(environment, more).items():
+    report = temporary / "tests.xml"
+    report.unlink(missing_ok=True)
+    for name, argv in commands(environment, report, more).items():
         LOG.info("checks    %s", name)
         sys.stdout.flush()
         if subprocess.run(argv, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, check=False).returncode != 0:
             failed.append(name)
+    if not report.exists():  # a test that ends the process with status 0 must not pass for all that follow
+        LOG.error("checks    pytest has not come to its end")
+        failed.append("the end of pytest")
     return failed

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import FileError, OnedeskError, PeerError
+from ..peers.note import running as running_service
 from ..python_process import SAFE_FOLDER, package_command, probe_command, python_environment
 from .comfyui import Client, command
 from .tree import Desk, Tree, write_if_changed
@@ -104,7 +105,7 @@ def start(tree: Tree, port: int, more: Sequence[str]) -> None:
     """
     if running := find_running(tree):
         raise PeerError(
-            f"it runs already: http://127.0.0.1:{running.port} (process {running.pid}); run.sh stop ends it"
+            f"it is already running: http://127.0.0.1:{running.port} (process {running.pid}); run.sh stop ends it"
         )
     desk = need_desk(tree)
     with socket.socket() as probe:
@@ -132,7 +133,9 @@ def start(tree: Tree, port: int, more: Sequence[str]) -> None:
     LOG.info("ComfyUI starts at http://127.0.0.1:%d; Ctrl-C or run.sh stop ends it", port)
     sys.stdout.flush()
     os.chdir(desk.comfyui)
-    os.execve(argv[0], argv, python_environment())  # noqa: S606 - fixed argv; the process keeps its id, which stands in the note
+    # The pack is a link to the checkout: without this its bytecode would be written there.
+    variables = python_environment() | {"PYTHONPYCACHEPREFIX": str(tree.cache / "pycache")}
+    os.execve(argv[0], argv, variables)  # noqa: S606 - fixed argv; the process keeps its id, which stands in the note
 
 
 def stop(tree: Tree) -> bool:
@@ -163,10 +166,12 @@ def _ended(process: psutil.Process, seconds: float) -> bool:
 
 
 def status(tree: Tree) -> tuple[str, bool]:
-    """One line: what runs, and whether it responds."""
+    """One line: what runs, and whether ComfyUI responds."""
+    service = running_service(tree.cache)
+    beside = f"; onedesk serve is running (process {service.pid})" if service else ""
     running = find_running(tree)
     if running is None:
-        return "ComfyUI does not run", False
+        return f"ComfyUI is not running{beside}", False
     where = (
         f"http://127.0.0.1:{running.port} (process {running.pid}, since"
         f" {time.strftime('%F %T', time.localtime(running.started))})"
@@ -174,8 +179,8 @@ def status(tree: Tree) -> tuple[str, bool]:
     try:
         Client(running.port).ask("/system_stats", timeout=5.0)
     except PeerError:
-        return f"ComfyUI is starting or busy at {where}", False
-    return f"ComfyUI runs at {where}", True
+        return f"ComfyUI is starting or busy at {where}{beside}", False
+    return f"ComfyUI is running at {where}{beside}", True
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -206,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.action == "start":
             start(tree, options.port, options.more)
         elif options.action == "stop":
-            LOG.info("ComfyUI has ended" if stop(tree) else "ComfyUI does not run")
+            LOG.info("ComfyUI has ended" if stop(tree) else "ComfyUI is not running")
         elif options.action == "status":
             line, answers = status(tree)
             LOG.info("%s", line)

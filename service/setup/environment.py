@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +81,9 @@ class Environment:
         )
         self.steps.run(step, isolated_command("-m", "pip", "install", *arguments, python=self.python), advice)
 
-    def add_torch(self, spec: str) -> None:
-        """Install torch if there is none. An existing one stays, whatever its version."""
+    def add_torch(self, specs: Sequence[str]) -> None:
+        """Install torch if there is none: the first of `specs` that pip can get. An existing one stays, whatever its
+        version."""
         there = self.versions().get("torch")
         if there and (self.steps.done("torch", there) or self.steps.ask(self.python, TRY_TORCH)):
             LOG.info("torch     %s is there and stays as it is", there)
@@ -92,11 +93,20 @@ class Environment:
             "choose another build with --torch SPEC (docs/install.md), or check the package index that pip uses (pip"
             " config list)"
         )
-        with self.steps.step("torch", f"installing {spec} (the largest download; minutes)"):
-            again = ["--force-reinstall"] if there else []
-            self.pip("torch", "--constraint", PINS, *again, *spec.split(), advice=advice)
-            if not self.steps.ask(self.python, TRY_TORCH):
-                raise SetupError(f"step torch failed: {spec} is installed but does not load\n  what to do: {advice}")
+        again = ["--force-reinstall"] if there else []
+        for spec in specs:
+            with self.steps.step("torch", f"installing {spec} (the largest download; minutes)"):
+                try:
+                    self.pip("torch", "--constraint", PINS, *again, *spec.split(), advice=advice)
+                except SetupError:
+                    if spec == specs[-1]:
+                        raise
+                    LOG.info("torch     pip cannot get it here; %s is tried next", specs[-1])
+                    continue
+                if not self.steps.ask(self.python, TRY_TORCH):
+                    reason = f"step torch failed: {spec} is installed but does not load"
+                    raise SetupError(f"{reason}\n  what to do: {advice}")
+                break
         self.steps.mark("torch", self.versions()["torch"])
 
     def add_pins(self, step: str, pins: Path) -> None:

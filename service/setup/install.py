@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from .record import FILE as RECORD
 from .record import Record, digest, remove
 from .source import ComfyUISource, move_additions, shipped_files
 from .steps import LOCK, SetupError, Steps, locked
-from .tree import CACHE_ENTRIES, CACHES, SETTINGS, Desk, Tree, run_script
+from .survey import report, survey, torch_specs
+from .tree import CACHE_ENTRIES, CACHES, OFFLINE, SETTINGS, Desk, Tree, run_script
 from .unit import add_unit, remove_unit
 
 LOG = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ GIB = 1 << 30
 ROOM = 3 * GIB
 ROOM_CUDA = 8 * GIB
 ROOM_SERVICE = GIB // 4
+# Image models by the names that `onedesk pull` takes; a test compares them with hub/image_models.toml.
+MODEL_NAMES = ("z-image-turbo", "z-image", "flux2-klein-4b", "klein-4b", "flux-2-klein-4b", "qwen-image")
 
 
 class _InstallParser(argparse.ArgumentParser):
@@ -55,19 +59,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prefix", type=Path, default=Path.home() / "dgx-local")
     parser.add_argument("--comfyui", type=Path)
     parser.add_argument("--comfyui-python", type=Path)
-    parser.add_argument("--torch", default=TORCH, metavar="SPEC")
+    parser.add_argument("--torch", metavar="SPEC")
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--test", action="store_true")
     parser.add_argument("--service", action="store_true")
+    parser.add_argument("--models", action="append", default=[], metavar="NAME")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--yes", action="store_true")
     parser.add_argument("--uninstall", action="store_true")
     options = parser.parse_args(arguments)
-    if options.uninstall and (options.demo or options.test or options.service or options.comfyui):
+    others = (options.demo, options.test, options.service, options.comfyui, options.models, options.dry_run)
+    if options.uninstall and any(others):
         parser.error("--uninstall goes with --prefix only")
+    if options.dry_run and options.yes:
+        parser.error("--dry-run changes nothing, so there is nothing to say --yes to; leave one out")
+    for name in options.models:
+        if reason := bad_model_name(name):
+            parser.error(f"--models is {name!r}: {reason}")
     if options.comfyui_python and not options.comfyui:
         parser.error("--comfyui-python goes with --comfyui")
     if options.comfyui and (reason := no_comfyui(options.comfyui.expanduser())):
         parser.error(reason)
-    if not options.torch.strip() or options.torch.strip().startswith("-"):
+    if options.torch is not None and (not options.torch.strip() or options.torch.strip().startswith("-")):
         parser.error(f"--torch is {options.torch!r}; use what pip install takes, such as {TORCH}")
     prefix = options.prefix.expanduser().resolve()
     if reason := bad_prefix(prefix):
@@ -148,7 +161,7 @@ def check_machine(options: argparse.Namespace) -> None:
         )
     if fresh and not options.comfyui and free < ROOM_CUDA:
         LOG.info(
-            "room      %.1f GiB free: enough for torch without CUDA, which is 2 GB in all; with CUDA it takes 6 GB",
+            "disk      %.1f GiB free: enough for torch without CUDA, which is 2 GB in all; with CUDA it takes 6 GB",
             free / GIB,
         )
 
@@ -159,7 +172,7 @@ def install_all(tree: Tree, options: argparse.Namespace, record: Record) -> Envi
     environment = Environment(tree.envs / NAME, steps)
     environment.make(sys.executable, record)
     with environment.torch_unchanged():
-        environment.add_torch(options.torch)
+        environment.add_torch(options.torch_specs)
         environment.add_pins("packages", PINS)
         environment.settle_operators()
         ComfyUISource(environment, steps).fetch(record)
@@ -198,6 +211,17 @@ def install(tree: Tree, options: argparse.Namespace) -> int:
     check_machine(options)
     if not is_installation(tree):
         check_prefix(tree)
+    found = survey(tree.prefix, os.environ)
+    options.torch_specs = (
+        torch_specs(found.accelerator, platform.machine(), TORCH) if options.torch is None else (options.torch,)
+    )
+    report(found, tree.prefix, planned(tree, options))
+    if options.dry_run:
+        LOG.info("dry run   nothing was changed")
+        return 0
+    if not confirmed(tree, options):
+        LOG.info("ended     nothing was changed")
+        return 1
     made = [folder for folder in (tree.prefix, *tree.prefix.parents) if not folder.exists()]
     tree.prefix.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
@@ -209,7 +233,8 @@ def install(tree: Tree, options: argparse.Namespace) -> int:
         if options.service:
             add_unit(tree, environment.folder / "bin" / NAME, CHECKOUT, record)
         LOG.info("ready     %s start opens ComfyUI; %s/bin/onedesk is the command", tree.script, environment.folder)
-        failed = run_demo(environment) if options.demo else []
+        failed = pull_models(environment, options.models)
+        failed += run_demo(environment) if options.demo else []
         if options.test:
             more = ["--comfyui", str(options.comfyui.expanduser().resolve())] if options.comfyui else []
             record.make_tree(tree.envs / "tmp")
@@ -239,6 +264,60 @@ def prepare(tree: Tree, record: Record) -> None:
     record.write_file(tree.script, run_script(), executable=True)
     if not os.path.lexists(tree.settings):
         record.write_file(tree.settings, SETTINGS)
+
+
+def planned(tree: Tree, options: argparse.Namespace) -> str:
+    """What this run will install, in one line."""
+    if is_installation(tree):
+        parts = [f"check and complete the installation in {tree.prefix}"]
+    elif options.comfyui:
+        parts = [f"add Onedesk to {options.comfyui}, and the service to {tree.prefix} (0.3 GB)"]
+    else:
+        spec = options.torch_specs[0]
+        size = "5.7 GB" if spec == TORCH else "2.0 GB" if "+cpu" in spec else "2 to 6 GB"
+        parts = [f"install ComfyUI, {spec.split()[0]} and Onedesk into {tree.prefix} ({size} in all)"]
+    parts += [f"fetch {name} (its size is shown first)" for name in options.models]
+    parts += ["draw the demo's picture"] if options.demo else []
+    parts += ["run the checks and tests"] if options.test else []
+    parts += ["run onedesk serve at each login"] if options.service else []
+    return "; ".join(parts)
+
+
+def confirmed(tree: Tree, options: argparse.Namespace) -> bool:
+    """Ask on a terminal before a new installation, and which models to fetch; without a terminal the answer is yes."""
+    if options.yes or is_installation(tree) or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return True
+    if input("Go on? [Y/n] ").strip().lower() not in ("", "y", "yes"):
+        return False
+    while not options.models and not options.comfyui:
+        name = input(f"Fetch an image model with its Qwen ({', '.join(MODEL_NAMES)}; Enter for none)? ").strip()
+        if not name:
+            break
+        if reason := bad_model_name(name):
+            LOG.info("models    %s", reason)
+        else:
+            options.models.append(name)
+    return True
+
+
+def bad_model_name(name: str) -> str | None:
+    """Why `onedesk pull` could not take a model by this name; None if it could."""
+    if name in MODEL_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        return None
+    return f"use {', '.join(MODEL_NAMES)}, or OWNER/NAME of a repository"
+
+
+def pull_models(environment: Environment, names: Sequence[str]) -> list[str]:
+    """Fetch models with `onedesk pull`; returns what failed. What is there already is not fetched again."""
+    failed = []
+    variables = {name: value for name, value in environment.steps.environment().items() if name not in OFFLINE}
+    for name in names:
+        LOG.info("models    fetching %s ...", name)
+        sys.stdout.flush()
+        argv = [environment.folder / "bin" / NAME, "pull", name]
+        if subprocess.run(argv, env=variables, stdin=subprocess.DEVNULL, check=False).returncode:
+            failed.append(f"models ({name}; go on with: {argv[0]} pull {name})")
+    return failed
 
 
 def run_demo(environment: Environment) -> list[str]:
@@ -291,10 +370,12 @@ def uninstall(tree: Tree) -> int:
         clear_cache(tree, record)
         record.files[LOCK] = digest(b"")
         record.remove()
+    if tree.envs.is_dir():
+        for entry in sorted(tree.envs.iterdir()):
+            LOG.info("kept      %s, which this installation did not make", entry)
     if tree.prefix.exists():
-        LOG.info(
-            "kept      your models, data and settings in %s; delete that folder if you do not need them", tree.prefix
-        )
+        left = ", ".join(sorted(entry.name for entry in tree.prefix.iterdir())) or "nothing"
+        LOG.info("left      in %s: %s; delete what you do not need", tree.prefix, left)
     return 0
 
 
@@ -311,7 +392,10 @@ def clear_cache(tree: Tree, record: Record) -> None:
             LOG.info("kept      %s, which none of our programs has made", entry)
         else:
             remove(entry)
-    LOG.info("removed   %s", tree.cache)
+    if any(tree.cache.iterdir()):
+        LOG.info("cleared   %s, except for what is named above", tree.cache)
+    else:
+        LOG.info("removed   %s", tree.cache)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,7 +21,8 @@ NAME = "onedesk"
 COMMAND = """\
 #!/bin/sh
 here=$(dirname -- "$(readlink -f -- "$0")")
-exec "$here/python" -I ${PYTHONDONTWRITEBYTECODE:+-B} -m onedesk.service "$@"
+exec "$here/python" -I -X pycache_prefix="$here/../../../cache/pycache" ${PYTHONDONTWRITEBYTECODE:+-B} \\
+  -m onedesk.service "$@"
 """
 PREFIX_OF_DEMO = "onedesk-demo-"
 

@@ -34,7 +34,7 @@ CACHES: Mapping[str, str] = {
 # Other entries that the installer, the service, the command and ComfyUI write into cache/, as name patterns. uninstall
 # removes those that match these and CACHES, and nothing else there.
 CACHE_ENTRIES = (
-    *("tmp", "temp", "logs", "source", "rustup", "ruff", "hypothesis", "peers", "quantized", "bench"),
+    *("tmp", "temp", "logs", "source", "rustup", "ruff", "hypothesis", "peers", "quantized", "bench", "pycache"),
     *(
         "kernels-*",
         ".kernels-*",
@@ -81,7 +81,7 @@ RUN_TAIL = """\
 for name in onedesk service; do
   python=$here/envs/$name/bin/python
   if [[ -x $python ]]; then
-    exec "$python" -I -m onedesk.service.setup.desk "$here" "$@"
+    exec "$python" -I -X pycache_prefix="$here/cache/pycache" -m onedesk.service.setup.desk "$here" "$@"
   fi
 done
 echo "run.sh: there is no environment in $here/envs; run install.sh again" >&2

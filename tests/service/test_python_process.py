@@ -107,7 +107,7 @@ def test_the_command_and_run_sh(hostile: Path, installed: Tree) -> None:
     assert run(command, "--version").startswith("onedesk ")
     assert isinstance(json.loads(run(command, "models", "--json", "--config", installed.settings)), list)
     answer = subprocess.run([installed.script, "status"], capture_output=True, text=True, check=False)
-    assert (answer.returncode, answer.stdout.strip()) == (1, "ComfyUI does not run"), answer.stderr
+    assert (answer.returncode, answer.stdout.strip()) == (1, "ComfyUI is not running"), answer.stderr
 
 
 def test_the_installer(hostile: Path) -> None:

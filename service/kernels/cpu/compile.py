@@ -148,7 +148,7 @@ def _build(compiler: str, target: Path, cancel: CancelCheck | None) -> str:
             linked.replace(target)
     except OSError as error:
         if error.filename == compiler:
-            return f"the C compiler does not run: {error.strerror}; install cc, gcc or clang for the fast kernels"
+            return f"the C compiler cannot be run: {error.strerror}; install cc, gcc or clang for the fast kernels"
         return (
             f"the kernels could not be compiled: {error.strerror} in the cache folder; make it writable, with free"
             " space"

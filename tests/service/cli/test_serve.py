@@ -43,9 +43,10 @@ def test_a_missing_model_folder_is_named_with_its_setting(tmp_path: Path, caplog
 def test_its_threads_take_turns_before_a_token_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = sys.getswitchinterval(), []
 
-    def run(service: Coroutine[Any, Any, None]) -> None:
+    def run(service: Coroutine[Any, Any, bool]) -> bool:
         service.close()
         seen.append(sys.getswitchinterval())
+        return True
 
     monkeypatch.setattr(asyncio, "run", run)
     (tmp_path / "onedesk.toml").touch()

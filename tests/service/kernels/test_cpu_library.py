@@ -200,7 +200,7 @@ def test_compiler_error_is_quoted_in_any_encoding(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("no program", "the C compiler does not run: Exec format error"),
+        ("no program", "the C compiler cannot be run: Exec format error"),
         ("#!/bin/sh\nkill -9 $$\n", "it ended with status -9"),
     ],
 )

@@ -95,7 +95,7 @@ def touch(path: Path) -> None:
     ("harm", "message"),
     [
         (cut, r"shard-1\.safetensors was changed or replaced since its header was read \(it had \d+ bytes, now \d+\)"),
-        (replace, r"shard-1\.safetensors was changed or replaced .* \(another file of \d+ bytes lies in its place\)"),
+        (replace, r"shard-1\.safetensors was changed or replaced .* \(another file of \d+ bytes is there instead\)"),
         (
             touch,
             (

@@ -209,10 +209,10 @@ def test_chunks_are_turned_as_the_whole_is(pieces: list[tuple[int, int, int]], s
     assert (whole[:, -1:] == len(ids) - 1 + positions.delta).all() or not tail
 
 
-def test_counts_of_places_and_pictures_must_agree():
+def test_counts_of_image_tokens_and_pictures_must_agree():
     assert expand([1, IMAGE, 2], IMAGE, [(2, 3)])[0] == [1, *[IMAGE] * 6, 2]
     for sizes in ([], [(1, 1), (1, 1)]):
-        with pytest.raises(ValueError, match=r"1 image tokens, but (0|2) pictures"):
+        with pytest.raises(ValueError, match=r"1 (image tokens|runs of image tokens), but (0|2) pictures"):
             expand([1, IMAGE, 2], IMAGE, sizes)
     with pytest.raises(ValueError, match="within one that ends at 6"):
         PicturePositions((PictureSpan(0, 2, 3), PictureSpan(5, 1, 1)))

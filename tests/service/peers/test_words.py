@@ -15,7 +15,7 @@ from onedesk.service.config import PeerSettings
 from onedesk.service.errors import FileError, PeerError
 from onedesk.service.memory.budget import GIB, MIB
 from onedesk.service.peers import llama_server, vllm
-from onedesk.service.peers.launch import Endpoint, Launch, LaunchMachine, environment
+from onedesk.service.peers.launch import EngineEndpoint, Launch, LaunchMachine, environment
 
 KEY = "s3cr3t-s3cr3t-s3cr3t"
 H200 = LaunchMachine(140 * GIB, "discrete")
@@ -27,8 +27,8 @@ KV = SPARE - math.ceil(SPARE * vllm.SCRATCH_SHARE)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Endpoint:
-    return Endpoint(9001, KEY, tmp_path / "x.key")
+def place(tmp_path: Path) -> EngineEndpoint:
+    return EngineEndpoint(9001, KEY, tmp_path / "x.key")
 
 
 @pytest.fixture

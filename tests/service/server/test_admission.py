@@ -1,4 +1,4 @@
-"""Admission: one sequence writes, two requests wait. Queue positions are streamed, and one is free at once when a client
+"""Admission: one sequence writes, two requests wait. Queue positions are streamed; one is free at once when a client
 goes away.
 """
 

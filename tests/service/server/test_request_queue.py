@@ -43,13 +43,13 @@ class AnyLine(RuleBasedStateMachine):
             self.gone.append(taken)
             assert self.moved == self.model
 
-    @rule(place=st.integers(0, 5))
-    def leave(self, place: int) -> None:
+    @rule(index=st.integers(0, 5))
+    def leave(self, index: int) -> None:
         self.moved.clear()
-        if place < len(self.model):
-            who = self.model.pop(place)
+        if index < len(self.model):
+            who = self.model.pop(index)
             assert self.line.leave(who)
-            assert self.moved == self.model[place:]
+            assert self.moved == self.model[index:]
             self.gone.append(who)
         assert not any(self.line.leave(who) for who in self.gone)
 
@@ -65,10 +65,10 @@ class AnyLine(RuleBasedStateMachine):
         self.model = []
 
     @invariant()
-    def places_count_from_one(self) -> None:
+    def positions_count_from_one(self) -> None:
         assert len(self.line) == len(self.model)
-        assert [self.line.place(who) for who in self.model] == [*range(1, len(self.model) + 1)]
-        assert all(self.line.place(who) is None for who in self.gone)
+        assert [self.line.position(who) for who in self.model] == [*range(1, len(self.model) + 1)]
+        assert all(self.line.position(who) is None for who in self.gone)
         assert self.line.held == self.held
 
 

@@ -16,6 +16,7 @@ import pytest
 from onedesk.service.cli.demo import DemoModels, run_demo
 from onedesk.service.config import load_config
 from onedesk.service.errors import FileError, PeerError
+from onedesk.service.python_process import package_command
 from onedesk.service.setup import desk
 from onedesk.service.setup.comfyui import Client, free_port
 from onedesk.service.setup.desk import (
@@ -59,7 +60,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory, comfyui_folder: Path, reposit
 
 
 def test_start_status_stop(tree: Tree) -> None:
-    assert status(tree) == ("ComfyUI does not run", False)
+    assert status(tree) == ("ComfyUI is not running", False)
     port = free_port()
     argv = [sys.executable, "-m", "onedesk.service.setup.desk", str(tree.prefix), "start", "--port", str(port)]
     argv += ["--", "--disable-all-custom-nodes", "--whitelist-custom-nodes", "onedesk"]
@@ -74,7 +75,7 @@ def test_start_status_stop(tree: Tree) -> None:
         running = find_running(tree)
         assert running is not None
         assert (running.pid, running.port) == (child.pid, port)
-        with pytest.raises(PeerError, match="it runs already"):
+        with pytest.raises(PeerError, match="it is already running"):
             start(tree, free_port(), [])
         info = Client(port).ask("/object_info/OnedeskLoadModel")["OnedeskLoadModel"]
         assert "tiny-writer" in json.dumps(info["input"]["required"]["model"])
@@ -89,7 +90,7 @@ def test_start_status_stop(tree: Tree) -> None:
         if child.poll() is None:
             child.kill()
             child.wait()
-    assert status(tree) == ("ComfyUI does not run", False)
+    assert status(tree) == ("ComfyUI is not running", False)
     assert not stop(tree)
     assert (tree.data / "user" / "comfyui.db").is_file()
     assert not (tree.comfyui / "user").exists()
@@ -185,7 +186,7 @@ def test_run_sh_demo_replaces_itself_and_forwards_signals(tmp_path: Path, monkey
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append([path, *argv]))
     main([str(tmp_path), "demo", "a red cat"])
-    assert became == [[sys.executable, sys.executable, "-m", "onedesk.service", "demo", "a red cat"]]
+    assert became == [[sys.executable, *package_command("onedesk.service", "demo", "a red cat")]]
 
 
 def test_demo_without_an_installation_says_so(tmp_path: Path) -> None:

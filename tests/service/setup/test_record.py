@@ -356,3 +356,18 @@ def test_additions_are_folders_without_release_files(tmp_path: Path) -> None:
             path.touch()
     found = additions(tmp_path, {"main.py", "custom_nodes/shipped.py"})
     assert [str(path.relative_to(tmp_path)) for path in found] == ["custom_nodes/a"]
+
+
+def test_uninstall_names_what_it_leaves(ground: Ground) -> None:
+    assert ground.install().returncode == 0
+    tree = ground.tree
+    (tree.envs / "mine").mkdir()
+    (tree.cache / "notes").write_text("keep")
+    (tree.models / "own").mkdir()
+    answer = ground.run("--uninstall")
+    assert answer.returncode == 0, answer.stderr
+    assert f"kept      {tree.envs / 'mine'}, which this installation did not make" in answer.stdout
+    assert f"cleared   {tree.cache}, except for what is named above" in answer.stdout
+    left = sorted(entry.name for entry in tree.prefix.iterdir())
+    assert f"left      in {tree.prefix}: {', '.join(left)}; delete what you do not need" in answer.stdout
+    assert {"envs", "cache", "models"} <= set(left)

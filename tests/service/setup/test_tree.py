@@ -74,6 +74,8 @@ def test_run_script_sets_caches_and_passes_arguments(tree: Tree) -> None:
         words, variables = json.loads(answer.stdout)
         assert words[1:] == [
             "-I",
+            "-X",
+            f"pycache_prefix={tree.prefix}/cache/pycache",
             "-m",
             "onedesk.service.setup.desk",
             str(tree.prefix),
