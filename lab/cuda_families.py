@@ -69,7 +69,8 @@ def broken_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["device"] == "cuda" and not row["graph"]:
             found.append(f"{row['family']}: its steps are no graph ({row['kernels']})")
         if row["other_texts"]:
-            found.append(f"{row['family']}: {row['other_texts']} of {ROWS * len(SAMPLINGS)} texts are other ones than without a graph")
+            texts = f"{row['other_texts']} of {ROWS * len(SAMPLINGS)} texts"
+            found.append(f"{row['family']}: {texts} are other ones than without a graph")
     return found
 
 

@@ -4,7 +4,6 @@ of tests/interpreted.py, and `compare` as well on a CUDA device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,49 +66,37 @@ class Finding:
     words: str
 
 
-def compare(
-    chooser: DeviceSampler, scores: torch.Tensor, rows: list[Row], limit: int, *, run: Callable[[], None] | None = None
-) -> list[Finding]:
-    """Two steps of `rows` over scores [rows, vocab]: the second one counts what the device chose in the first."""
-    samplers, found = [row.sampler(limit) for row in rows], []
+def compare(chooser: DeviceSampler, scores: torch.Tensor, rows: list[Row], limit: int) -> list[Finding]:
+    """Two steps of `rows` over scores [rows, vocab]: the second is planned before the host has seen the first one's
+    tokens, and counts them."""
+    samplers, found, chosen = [row.sampler(limit) for row in rows], list[Finding](), list[int]()
     plan = torch.zeros(PLAN_ROWS, len(rows), dtype=torch.int32)
     for turn in range(2):
         feeds = [
-            Feed(None, one, None if turn else 5, at if turn else -1, one.drawn, wanted=True)  # type: ignore[arg-type]
+            Feed(None, one, None if turn else 5, at if turn else -1, one.drawn + turn, wanted=True)  # type: ignore[arg-type]
             for at, one in enumerate(samplers)
         ]
-        states = chooser.slots.rows(feeds)
-        needs = write_plan(plan.numpy(), feeds, [0] * len(rows), states)
+        needs = write_plan(plan.numpy(), feeds, [0] * len(rows), chooser.slots.rows(feeds))
+        for one, token in zip(samplers, chosen, strict=False):
+            chooser.slots.note_chosen(one, token)
+            one.accept(token)
         for at, one in enumerate(samplers):
             if one.allowed is not None:
                 mask = np.zeros(chooser.masks.shape[1], np.int32)
                 write_mask(mask, one.mask())
                 chooser.masks[at].copy_(torch.from_numpy(mask))
         chooser.choose(scores, plan.to(scores.device), needs)
+        chosen = chooser.chosen[: len(rows)].tolist()
         for at, one in enumerate(samplers):
-            token = int(chooser.chosen[at])
-            found.append(_finding(one, scores[at].float().cpu(), token, rows[at], chooser.measures[at].cpu().numpy()))
-            chooser.slots.note_chosen(one, token)
-            one.accept(token)
+            measures = chooser.measures[at].cpu().numpy()
+            found.append(_finding(one, scores[at].float().cpu(), chosen[at], rows[at], measures))
     return found
 
 
 def _finding(sampler: Sampler, scores: torch.Tensor, ours: int, row: Row, measures: np.ndarray) -> Finding:
     words, changed = f"{row} {sampler.drawn}", _adjusted(sampler, scores.clone())
     host = sampler.choose(scores.clone())
-    near, t = [host], sampler.sampling.temperature or 1.0
-    u = sampler.uniform(sampler.drawn)
-    if not sampler.greedy:
-        for moved in (u - TIE, u + TIE):
-            sampler._uniforms[sampler.drawn] = min(max(moved, 0.0), 1 - 1e-12)
-            near.append(sampler.choose(scores.clone()))
-        sampler._uniforms[sampler.drawn] = u
-        sampler.choose(scores.clone())
-    same = ours == host or (
-        ours >= 0 and any(abs(float(changed[ours]) - float(changed[one])) <= TIE * t for one in near)
-    )
-    if sampler.greedy:
-        same = ours >= 0 and bool(changed[ours] >= changed[host] - abs(changed[host]) * 1e-6)
+    same = ours == host or (ours >= 0 and ours in _neighbours(sampler, scores, changed))
     if same and sampler.top is not None and sampler.logprobs is not None and ours == host:
         got, wanted = read_measures(measures, sampler.top), sampler.logprobs
         values = [got.token, *(value for _, value in got.top)]
@@ -118,6 +105,27 @@ def _finding(sampler: Sampler, scores: torch.Tensor, ours: int, row: Row, measur
         same &= all(abs(float(raw[token]) - value) < 2e-3 for token, value in got.top)
         words += f" {got} {wanted}"
     return Finding(ours, host, bool(same), words)
+
+
+def _neighbours(sampler: Sampler, scores: torch.Tensor, changed: torch.Tensor) -> set[int]:
+    """The tokens that the host may be exchanged for: those between its choices for a draw that is TIE smaller and TIE
+    larger, in the order that the draw goes through."""
+    s, limit = sampler.sampling, sampler.limit
+    if sampler.greedy:
+        best = changed[:limit].max()
+        return set((changed[:limit] >= best - abs(best) * 1e-6).nonzero()[:, 0].tolist())
+    ends, u = [], sampler.uniform(sampler.drawn)
+    for moved in (u - TIE, u + TIE):
+        sampler._uniforms[sampler.drawn] = min(max(moved, 0.0), 1 - 1e-12)
+        ends.append(sampler.choose(scores.clone()))
+    sampler._uniforms[sampler.drawn] = u
+    sampler.choose(scores.clone())
+    if not s.top_k and (s.top_p or 1.0) == 1.0 and not s.min_p:  # in the order of ids
+        return set(range(min(ends), max(ends) + 1))
+    low, high = (float(one(changed[ends])) for one in (torch.min, torch.max))
+    tie = TIE * (s.temperature or 1.0)
+    near = (changed[:limit] >= low - tie) & (changed[:limit] <= high + tie)
+    return set(near.nonzero()[:, 0].tolist())
 
 
 def _adjusted(sampler: Sampler, scores: torch.Tensor) -> torch.Tensor:
