@@ -56,7 +56,7 @@ def desk_text(desk: DeskMemory) -> str:
     """The table of `onedesk memory`, then models, ComfyUI's models and the counters."""
     budget, counters = desk.pool.budget, desk.pool.counters()
     report = {
-        "truth": asdict(desk.truth),
+        "truth": asdict(desk.truth) | {"checkpoint_pages": desk.pool.files.cached()},
         "budget": asdict(budget) | {"used": desk.pool.used()},
         "leases": [_row(lease) for lease in desk.leases],
         "leaks": desk.leaks,

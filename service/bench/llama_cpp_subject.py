@@ -16,7 +16,8 @@ import torch
 
 from ..errors import PeerError
 from .random_gguf import random_gguf
-from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
+from .samplings import GREEDY
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 BATCH = 512
 
@@ -86,7 +87,9 @@ class LlamaCpp:
         self._read(0, ids)
         return time.perf_counter() - started
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+        if sampling != GREEDY:
+            raise PeerError("other engines are measured greedy only")
         self._forget()
         written = [self._read(row, ids) for row, ids in enumerate(prompts)]
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
@@ -94,6 +97,9 @@ class LlamaCpp:
             written = self._run([(token, len(prompts[row]) + step, row, True) for row, token in enumerate(written)])
         seconds = time.perf_counter() - started
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
+
+    def wake(self, ids: Sequence[int]) -> Wake:
+        raise PeerError("only Onedesk gives way and wakes")
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
         raise PeerError("only Onedesk has a prefix cache to measure")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from .. import errors
 from ..errors import OnedeskError, PeerError
+from ..memory.file_cache import cached_bytes
 from ..python_process import package_command
 from .peak_watch import PeakWatch, status_bytes
 from .subject import Subject, SubjectSpec
@@ -108,6 +109,15 @@ class _Requests:
     def first_token(self, ids: list[int], overlap: bool) -> dict[str, Any]:
         return asdict(self._subject.first_token(ids, overlap=overlap)) | {"peak_bytes": self._peak()}
 
+    def wake(self, ids: list[int], files: Sequence[str]) -> dict[str, Any]:
+        """`files`: the files that are read; `read_bytes` of them came from the disk."""
+        before = _disk_bytes()
+        sample = asdict(self._subject.wake(ids))
+        after = _disk_bytes()
+        cached = sum(cached_bytes(Path(file)) for file in files)
+        read = None if before is None or after is None else after - before
+        return sample | {"read_bytes": read, "cached_bytes": cached, "peak_bytes": self._peak()}
+
     def prefill(self, ids: list[int]) -> dict[str, Any]:
         return {"seconds": self._subject.prefill(ids), "peak_bytes": self._peak()}
 
@@ -146,6 +156,15 @@ def _make_subject(setup: Mapping[str, Any]) -> Subject:
     return OnedeskSubject(task)
 
 
+def _disk_bytes() -> int | None:
+    """Bytes that this process has had the disk read so far; None where the system does not count them."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
 def _checkpoint_files(model: Path) -> list[Path]:
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
     return [path for path in files if path.is_file()]
@@ -167,6 +186,7 @@ def _serve(setup: Mapping[str, Any]) -> None:
                 "prefill": requests.prefill,
                 "decode": requests.decode,
                 "first_token": requests.first_token,
+                "wake": requests.wake,
                 "prefix": requests.prefix,
             }
             answer = actions[what](**asked)

@@ -18,10 +18,11 @@ _LOWEST_BIT = bytes(value & 1 for value in range(256))  # mincore's other bits a
 
 
 def evict(files: Sequence[Path]) -> None:
-    """Drop the files' clean pages from the page cache."""
+    """Drop the files' pages from the page cache; those of a file that was just written go to the disk first."""
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
+            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 
 from ..api import pick_device
+from ..catalog.composition import compose
+from ..catalog.decode_speed import DecodeSpeed, TokenReads, shown_speed
 from ..config import Config
 from ..console import columns
 from ..engine.session import draw_blueprint
@@ -28,13 +30,13 @@ from .ceiling import read_ceiling
 from .measuring_child import Engine, MeasuringChild
 from .onedesk_subject import lead_tokens
 from .page_cache import Residency, evict, read_whole
-from .samplings import ROWS, WORDS
+from .samplings import GREEDY
 from .shapes import SHAPES, random_checkpoint
 from .subject import SubjectSpec
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["load", "prefill", "decode", "ttft", "handover"]
+Kind = Literal["load", "prefill", "decode", "ttft", "wake", "handover"]
 SMALLEST_CONTEXT = 2
 WARM_UP_TOKENS = 3
 # Engines that decode batches.
@@ -49,17 +51,18 @@ RUN_TITLES = (
     "TOKENS/s",
     "GB/s",
     "SHARE",
+    "EXPECTED",
     "PEAK GB",
     "MAJOR FAULTS A TOKEN",
     "ALLOCATIONS A TOKEN",
-    "OF PLAIN",
+    "OF FIRST",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, each `cycles`
-    times. `sampling`: the rows of decode, see samplings.ROWS; only "greedy" has a peer.
+    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, with each of
+    `samplings` (keys of SAMPLINGS), each `cycles` times.
     """
 
     kind: Kind
@@ -71,7 +74,7 @@ class BenchPlan:
     cycles: int = 5
     against: Literal["transformers", "llama.cpp"] | None = None
     batches: tuple[int, ...] = (1,)
-    sampling: str = "greedy"
+    samplings: tuple[str, ...] = (GREEDY,)
 
 
 def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
@@ -99,6 +102,8 @@ def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any
         )
     ceiling = max(ceiling, read_ceiling(device, available=available, cache=config.cache))
     keep_ceiling(config.cache, device, ceiling)
+    if plan.kind == "decode":
+        rows = _with_estimates(rows, plan, checkpoint, DecodeSpeed(device, ceiling, config.cache))
     return {
         "kind": plan.kind,
         "model": checkpoint.name,
@@ -135,9 +140,10 @@ def _load_line(row: dict[str, Any]) -> tuple[str, ...]:
 def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
     counts = (row.get("major_faults_per_token"), row.get("allocations_per_token"))
     speed = (f"{row['tokens_per_second']:.2f}", f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share']:.0%}")
+    speed = (*speed, shown_speed(row.get("expected_tokens_per_second")))
     rows = (row["engine"], row["sampling"], str(row["batch"]), str(row["prompt"]), str(row["tokens"]))
-    plain = f"{row['of_plain']:.3f}" if "of_plain" in row else "-"
-    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts), plain)
+    first = f"{row['of_first']:.3f}"
+    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts), first)
 
 
 def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
@@ -190,53 +196,76 @@ def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "on
 
 
 def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[MeasuringChild]) -> list[dict[str, Any]]:
-    decode = plan.kind == "decode"
     prompts = [random_prompt(checkpoint, plan.prompt, seed) for seed in range(1, max(plan.batches) + 1)]
-    samplings = _samplings(plan, checkpoint)
     measured = [
-        (worker, batch, sampling)
+        _Case(worker, batch, sampling)
         for batch in plan.batches
-        for sampling in samplings
         for worker in workers
         if batch == 1 or worker.engine in BATCHED
+        for sampling in (plan.samplings if worker.engine == "onedesk" else (GREEDY,))
     ]
-    asked: dict[tuple[int, str], dict[str, Any]] = {
-        (batch, sampling): {"prompts": prompts[:batch], "tokens": plan.tokens, "sampling": sampling}
-        if decode
-        else {"ids": prompts[0]}
-        for _, batch, sampling in measured
-    }
-    samples: dict[tuple[Engine, int, str], list[dict[str, Any]]] = {(w.engine, b, s): [] for w, b, s in measured}
+    samples: dict[_Case, list[dict[str, Any]]] = {case: [] for case in measured}
     for worker in workers:
         worker.ask("load")
-    for worker, batch, sampling in measured:
-        worker.ask(plan.kind, **asked[batch, sampling] | ({"tokens": WARM_UP_TOKENS} if decode else {}))
+    for case in measured:
+        case.ask(plan, prompts, WARM_UP_TOKENS)
     for cycle in range(plan.cycles):
-        for worker, batch, sampling in measured:
-            sample = worker.ask(plan.kind, **asked[batch, sampling])
-            samples[worker.engine, batch, sampling].append(sample)
-            count = f"{cycle + 1} of {plan.cycles}"
-            log.info("%s %s of %d, %s, %s: %.3f s", worker.engine, plan.kind, batch, sampling, count, sample["seconds"])
+        for case in measured:
+            sample = case.ask(plan, prompts, plan.tokens)
+            samples[case].append(sample)
+            log.info("%s %s, %d of %d: %.3f s", plan.kind, case.title, cycle + 1, plan.cycles, sample["seconds"])
     rows = [
-        _run_row(engine, batch, plan, found, bytes_per_pass(checkpoint, plan, engine)) | {"sampling": WORDS[sampling]}
-        for (engine, batch, sampling), found in samples.items()
+        _run_row(case, plan, found, bytes_per_pass(checkpoint, plan, case.worker.engine))
+        for case, found in samples.items()
     ]
-    plain = {row["batch"]: row["tokens_per_second"] for row in reversed(rows) if row["engine"] == "onedesk"}
-    if len(samplings) > 1:
-        rows = [row | {"of_plain": row["tokens_per_second"] / plain[row["batch"]]} for row in rows]
-    return rows
+    first = {(row["engine"], row["batch"]): row["tokens_per_second"] for row in reversed(rows)}
+    return [row | {"of_first": row["tokens_per_second"] / first[row["engine"], row["batch"]]} for row in rows]
 
 
-def _samplings(plan: BenchPlan, checkpoint: Checkpoint) -> Sequence[str]:
-    """The rows of a measurement. A schema needs a tokenizer, which random weights lack."""
-    names = ROWS[plan.sampling] if plan.kind == "decode" else ("greedy",)
-    return names if (checkpoint.folder / "tokenizer.json").is_file() else [name for name in names if name != "schema"]
+def _with_estimates(
+    rows: list[dict[str, Any]], plan: BenchPlan, checkpoint: Checkpoint, speed: DecodeSpeed
+) -> list[dict[str, Any]]:
+    """The rows with the expected speed, see _with_expected. The median share of this run is kept after all."""
+    blueprint = draw_blueprint(checkpoint, pick_device(plan.device), SMALLEST_CONTEXT, plan.quant)
+    reads = TokenReads(blueprint.pass_bytes, compose(checkpoint.config).active, blueprint.config.layers)
+    made = [_with_expected(row, reads, speed) for row in rows]
+    alone = [row["tokens_per_second"] for row in made if row["expected_ratio"] is not None]
+    if alone:
+        speed.keep(reads, statistics.median(alone))
+    return made
 
 
-def _run_row(
-    engine: str, batch: int, plan: BenchPlan, samples: Sequence[dict[str, Any]], nbytes: int
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"engine": engine, "batch": batch, "prompt": plan.prompt}
+def _with_expected(row: dict[str, Any], reads: TokenReads, speed: DecodeSpeed) -> dict[str, Any]:
+    """The row of Onedesk's own decode at batch 1 with the speed that was to be expected before this run, and the
+    measured one relative to it; None in other rows.
+    """
+    if (row["engine"], row["batch"]) != ("onedesk", 1):
+        return row | {"expected_tokens_per_second": None, "expected_ratio": None}
+    expected, measured = speed.tokens_per_second(reads), row["tokens_per_second"]
+    return row | {"expected_tokens_per_second": expected, "expected_ratio": measured / expected}
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One row of a run."""
+
+    worker: MeasuringChild
+    batch: int
+    sampling: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.worker.engine}, {self.batch} rows, {self.sampling}"
+
+    def ask(self, plan: BenchPlan, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
+        if plan.kind != "decode":
+            return self.worker.ask(plan.kind, ids=prompts[0])
+        return self.worker.ask("decode", prompts=prompts[: self.batch], tokens=tokens, sampling=self.sampling)
+
+
+def _run_row(case: _Case, plan: BenchPlan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"engine": case.worker.engine, "batch": case.batch, "prompt": plan.prompt}
+    row["sampling"] = case.sampling
     peak = {"peak_bytes": max(sample["peak_bytes"] for sample in samples)}
     if plan.kind == "prefill":
         seconds = statistics.median(sample["seconds"] for sample in samples)
@@ -249,7 +278,7 @@ def _run_row(
         "tokens": plan.tokens,
         "seconds": step * steps,
         **peak,
-        "tokens_per_second": batch / step,
+        "tokens_per_second": case.batch / step,
         "bytes_per_second": nbytes / step,
         "major_faults_per_token": statistics.median(sample["major_faults"] for sample in samples) / steps,
         "allocations_per_token": None if None in allocations else max(allocations) / steps,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from .samplings import GREEDY
+
 
 @dataclass(frozen=True, slots=True)
 class SubjectSpec:
@@ -59,6 +61,16 @@ class FirstToken:
     waited: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """From a model that gave way to its first token: seconds in total, and those of its load, which overlaps the
+    prompt.
+    """
+
+    seconds: float
+    load_seconds: float
+
+
 class Subject(Protocol):
     """An engine in a process of its own. `load` and `unload` alternate; the others need a loaded model."""
 
@@ -76,13 +88,18 @@ class Subject(Protocol):
         """
         ...
 
+    def wake(self, ids: Sequence[int]) -> Wake:
+        """Give way, then come back for the first token after `ids`. Raises PeerError for an engine that cannot."""
+        ...
+
     def prefill(self, ids: Sequence[int]) -> float:
         """Seconds from the prompt's ids to the first token, greedy."""
         ...
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
-        """Decode after all prompts as one batch: about `tokens` steps. `sampling`: a row of samplings.ROWS; engines
-        other than Onedesk are asked for "greedy" alone."""
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+        """Decode after all prompts as one batch: about `tokens` steps. `sampling`: a key of SAMPLINGS; other engines
+        are measured greedy only, and raise PeerError.
+        """
         ...
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec
+from .samplings import GREEDY
+from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 
 class Transformers:
@@ -58,13 +59,18 @@ class Transformers:
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+        if sampling != GREEDY:
+            raise PeerError("other engines are measured greedy only")
         token, cache = self._step(torch.tensor([list(ids) for ids in prompts], device=self._task.device), None)
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
         for _ in range(tokens - 1):
             token, cache = self._step(token, cache)
         seconds = time.perf_counter() - started
         return DecodeSample(tokens - 1, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults, None)
+
+    def wake(self, ids: Sequence[int]) -> Wake:
+        raise PeerError("only Onedesk gives way and wakes")
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:
         raise PeerError("only Onedesk has a prefix cache to measure")

@@ -21,6 +21,7 @@ from ..quant.packings import Fp8Blocks, Packing, Rows8
 from ..quant.published import read_packings
 from ..quant.weight import Format
 from .composition import Composition, Tensors
+from .decode_speed import TokenReads
 
 Engine = Literal["onedesk", "vllm", "llama-server"]
 ALIGNMENT = 256
@@ -105,6 +106,12 @@ class Form:
         """Bytes of the text network in memory without its n-gram table; matrices are divided among the nodes."""
         mine = (tensors for tensors in network.tensors if tensors.part == "text" and tensors.kind != "table")
         return sum(self._held(tensors, nodes) for tensors in mine)
+
+    def token_reads(self, network: Composition) -> TokenReads:
+        """What one token reads: all matrices that it is multiplied with, of the experts the chosen ones."""
+        mine = [tensors for tensors in network.tensors if tensors.part == "text" and tensors.used]
+        nbytes = sum(self._held(replace(tensors, count=tensors.used), 1) for tensors in mine)
+        return TokenReads(nbytes, network.active, network.config.layers)
 
     def draft_bytes(self, network: Composition, nodes: int = 1) -> int:
         """Bytes of the draft layer in memory, where it is opened; per node."""

@@ -24,6 +24,7 @@ from ..memory.budget import Budget, MemorySettings, Need, make_budget, show
 from ..memory.truth import read_truth
 from ..model.families import describe
 from .composition import compose
+from .decode_speed import DecodeSpeed, TokenReads, shown_speed
 from .footprint import Here, longest, stored_bytes
 
 TOY_PREFIX = "onedesk-demo-"
@@ -85,13 +86,20 @@ def is_toy(name: str) -> bool:
 
 
 def model_rows(
-    config: Config, model: str | None, *, device: str, context: int | None, quant: str = "none"
+    config: Config,
+    model: str | None,
+    *,
+    device: str,
+    context: int | None,
+    quant: str = "none",
+    speed: DecodeSpeed | None = None,
 ) -> list[dict[str, Any]]:
     """A row for every model of the roots, or for `model` (a name or path) alone; bytes and token counts are integers.
 
     `format` and `bytes` describe the weights held as `quant`. `fits` is for `context` tokens, or the default context,
     with headroom and no other model; `images` is what is then left for image models, and `context` the longest that
-    would fit. A model that cannot be opened (`opens`) has the figures of its files and config. Raises ModelError or
+    would fit. A model that cannot be opened (`opens`) has the figures of its files and config.
+    `expected_tokens_per_second` is an estimate of `speed`, None without it. Raises ModelError or
     FileError when `model` does not exist.
     """
     roots = model_roots(config)
@@ -106,7 +114,7 @@ def model_rows(
             ModelEntry(path.stem if path.is_file() else path.name, path)
         ]
     asked = ModelSpec("", context or config.context, quant, device)
-    rows = [_with_pull(_row(entry, roots, asked, config, here)) for entry in entries]
+    rows = [_with_pull(_row(entry, roots, asked, config, here, speed)) for entry in entries]
     links = roots.refused_links() if model is None else []
     return rows + [_blank(link.name, link.path, quant) | {"reason": link.reason} for link in links]
 
@@ -128,7 +136,9 @@ def _with_pull(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"pulled": pulled, "reason": f"{row['reason']}; pulled from {repo}: {text}{advice}"}
 
 
-def _row(entry: ModelEntry, roots: ModelRoots, asked: ModelSpec, config: Config, here: Here) -> dict[str, Any]:
+def _row(
+    entry: ModelEntry, roots: ModelRoots, asked: ModelSpec, config: Config, here: Here, speed: DecodeSpeed | None
+) -> dict[str, Any]:
     device = pick_device(asked.device)
     row = _blank(entry.name, entry.path, asked.quant)
     try:
@@ -163,6 +173,9 @@ def _row(entry: ModelEntry, roots: ModelRoots, asked: ModelSpec, config: Config,
     if not (checkpoint.folder / "tokenizer.json").is_file():
         reason += "; it has no tokenizer.json, so it takes token ids only (--ids)"
     vision = vision_figures(checkpoint, device)
+    reads = TokenReads(sketch.pass_bytes, row["active_parameters"] or 0, sketch.config.layers)
+    row["read_per_token"] = reads.nbytes
+    row["expected_tokens_per_second"] = speed.tokens_per_second(reads) if speed else None
     return row | {"fits": fits, "reason": reason, "opens": True, "sampling": _sampling(sketch), "vision": vision}
 
 
@@ -183,7 +196,7 @@ def _blank(name: str, path: Path, quant: str) -> dict[str, Any]:
         "reason": "",
     }
     row |= {"context": None, "images": None, "opens": False, "sampling": None, "pulled": None}
-    row |= {"vision": None}
+    row |= {"vision": None, "read_per_token": None, "expected_tokens_per_second": None}
     return row
 
 
@@ -254,6 +267,7 @@ def model_table(rows: list[dict[str, Any]]) -> str:
             "FITS",
             "CONTEXT",
             "IMAGES",
+            "TOKENS/s",
         )
     ]
     for row in rows:
@@ -269,6 +283,7 @@ def model_table(rows: list[dict[str, Any]]) -> str:
                 "yes" if row["fits"] else "no",
                 "-" if row["context"] is None else f"{row['context']:,}",
                 "-" if row["images"] is None else show(row["images"]),
+                shown_speed(row["expected_tokens_per_second"]),
             )
         )
     head, *figures = columns(lines).splitlines()

@@ -40,7 +40,7 @@ def memory_report(config: Config, *, device: str, proc: Path | None) -> dict[str
     budget = pools[0].budget if pools else make_budget(truth, MemorySettings(**values), promised=promised)
     leases = [lease for pool in pools for lease in pool.leases()]
     return {
-        "truth": asdict(truth),
+        "truth": asdict(truth) | {"checkpoint_pages": sum(pool.files.cached() for pool in pools)},
         "budget": asdict(budget) | {"used": sum(pool.used() for pool in pools)},
         "leases": [_lease(lease) for lease in leases],
         "counters": {**read_vmstat(proc or HERE), **(asdict(pools[0].counters()) if pools else {})},
@@ -126,7 +126,9 @@ def _truth_lines(truth: dict[str, Any]) -> list[tuple[str, str]]:
                 show(truth["device_free"]) + (" (page cache counts as used there)" if truth["integrated"] else ""),
             )
         )
-    lines.append(("  page cache", show(truth["page_cache"])))
+    ours = truth["checkpoint_pages"]
+    kept = f" ({show(ours)} of them checkpoint files, dropped first)" if ours else ""
+    lines.append(("  page cache", show(truth["page_cache"]) + kept))
     pressure = truth["psi_some_avg10"]
     lines.append(
         ("  pressure", "not measured by this kernel" if pressure is None else f"{pressure:.2f} % of the last 10 s")

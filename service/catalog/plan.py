@@ -26,6 +26,7 @@ from ..model.draft import with_draft
 from ..peers.cluster import Share, cluster
 from ..quant.published import KEY
 from .composition import Composition, compose
+from .decode_speed import DecodeSpeed
 from .footprint import longest
 from .forms import SIZED, Engine, Form, Sized, form_of_config, forms_of
 from .known_configs import PUBLISHED, published_name
@@ -44,7 +45,7 @@ class PlannedMachine:
     is the same.
 
     `images`: bytes reserved for image models; [memory] limit is then chosen to suit. None: the configured limit holds.
-    `draft`: draft layers are opened where they fit.
+    `draft`: draft layers are opened where they fit. `speed`: for the decode speed to expect; None: no estimate.
     """
 
     memory: int
@@ -53,6 +54,7 @@ class PlannedMachine:
     device: str
     nodes: int = 1
     draft: bool = True
+    speed: DecodeSpeed | None = None
 
     @property
     def largest(self) -> int:
@@ -107,7 +109,7 @@ class NodeLoad:
         return math.ceil((self.weights + self.table + self.kv(context) + self.scratch(context)) * (1 + headroom))
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace, speed: DecodeSpeed | None) -> dict[str, Any]:
     """The document for the command line. Raises UsageError, ModelError, FileError, RequestError."""
     if args.check is not None:
         raise UsageError("--check and --plan exclude each other; give one of them")
@@ -119,7 +121,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         nodes=args.nodes,
         context=args.context,
         device=args.device,
+        speed=speed,
     )
+
+
+def planned_device(memory: int | None, device: str) -> str:
+    """cpu or cuda: this machine's device, or another machine's, which has a GPU unless `device` is cpu."""
+    from ..api import pick_device
+
+    return pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
 
 
 def plan_model(
@@ -131,6 +141,7 @@ def plan_model(
     nodes: int = 1,
     context: int | None = None,
     device: str = "auto",
+    speed: DecodeSpeed | None = None,
 ) -> dict[str, Any]:
     """Every form of the model `name` (published, or a folder with a config.json) on a machine of `memory` bytes, by
     default this one.
@@ -138,12 +149,10 @@ def plan_model(
     Another machine is assumed to have a GPU unless `device` is cpu. Bytes are integers. Raises ModelError, FileError,
     RequestError.
     """
-    from ..api import pick_device
-
     title, described = find_config(name, config)
     network = compose(described)
     values: dict[str, Any] = dict(config.memory)
-    kind = pick_device(device).type if memory is None else "cpu" if device == "cpu" else "cuda"
+    kind = planned_device(memory, device)
     machine = PlannedMachine(
         read_truth(kind).available if memory is None else memory,
         images,
@@ -151,6 +160,7 @@ def plan_model(
         kind,
         nodes,
         config.draft,
+        speed,
     )
     if machine.memory < 1:
         raise RequestError("--memory is 0 B; name what the machine can give, such as 24GiB")
@@ -180,6 +190,7 @@ def plan_model(
         "room": machine.room,
         "nodes": nodes,
         "device": kind,
+        "read_bytes_per_second": speed.bandwidth if speed else None,
         "forms": rows,
     }
 
@@ -268,6 +279,7 @@ def _row(
     shown = context or (reached if fits else least)
     wanted = load.wanted(shown, headroom)
     engine = _engine(form, machine)
+    opens = engine != "onedesk" or (_opens(form) and not resident)
     file = form.file if isinstance(form, Sized) else form.file_bytes(network)
     return {
         "format": title,
@@ -281,13 +293,23 @@ def _row(
             "draft": draft,
         },
         "kv_per_1k": 1000 * load.kv_token,
+        **_speed(form, network, machine, opens=opens),
         "fits": fits,
         "context": shown if fits else reached,
         "needs": wanted,
         "images": max(0, machine.memory - machine.settings.floor - load.wanted(context or least, headroom)),
-        "opens": engine != "onedesk" or (_opens(form) and not resident),
+        "opens": opens,
         "why": _why(shown, reached, wanted, machine) + _run_by(form, machine, resident),
     }
+
+
+def _speed(form: Form | Sized, network: Composition, machine: PlannedMachine, *, opens: bool) -> dict[str, Any]:
+    """Bytes that a token reads, and the decode speed to expect where this engine runs the form on one machine."""
+    if isinstance(form, Sized) or machine.nodes > 1 or not opens:
+        return {"read_per_token": None, "expected_tokens_per_second": None}
+    reads = form.token_reads(network)
+    expected = machine.speed.tokens_per_second(reads) if machine.speed else None
+    return {"read_per_token": reads.nbytes, "expected_tokens_per_second": expected}
 
 
 def _loaded(

@@ -7,10 +7,11 @@ from typing import Any
 from ..console import columns, wrapped
 from ..memory.budget import show
 from ..peers.cluster import cluster_text
+from .decode_speed import shown_speed
 
 INDENT = "  "
 _PARTS = ("file", "weights", "table", "kv", "scratch")
-_TITLES = ("FITS", "CONTEXT", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH")
+_TITLES = ("FITS", "CONTEXT", "FILES", "WEIGHTS", "TABLE", "KV", "SCRATCH", "TOKENS/s")
 
 
 def plan_table(document: dict[str, Any]) -> str:
@@ -38,12 +39,20 @@ def _head(document: dict[str, Any]) -> list[str]:
         f"{show(document['memory'])} of memory{nodes}, {show(document['images'])} for images: {show(document['room'])}"
         " for a model"
     )
+    rate = document["read_bytes_per_second"]
+    speed = (
+        "no speed is estimated: name the machine's memory bandwidth, such as --bandwidth 273GB/s"
+        if rate is None
+        else f"memory reads {rate / 1e9:,.1f} GB/s; TOKENS/s: to expect at batch 1, after a short text"
+    )
     return [
         *wrapped(f"{document['model']} ({document['family']}): {counted}; by kind: {kinds}", ""),
         *wrapped(memory, ""),
+        *wrapped(speed, ""),
     ]
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:
+    speed = shown_speed(row["expected_tokens_per_second"])
     context = f"{row['context']:,}" if row["context"] else "-"
-    return "yes" if row["fits"] else "no", context, *(show(row["bytes"][part]) for part in _PARTS)
+    return "yes" if row["fits"] else "no", context, *(show(row["bytes"][part]) for part in _PARTS), speed

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from ..config import load_config
 from ..console import UsageError, write_json
-from .options import FAILURE, SUCCESS, Subcommands, size, whole_from
+from .options import FAILURE, SUCCESS, Subcommands, rate, size, whole_from
 
 if TYPE_CHECKING:
+    from ..catalog.decode_speed import DecodeSpeed
     from .examine import Check
 
 
@@ -31,6 +32,12 @@ def add_to(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--images", type=size, metavar="SIZE", help="plan next to image models that take this much")
     parser.add_argument(
+        "--bandwidth",
+        type=rate,
+        metavar="RATE",
+        help="expect the decode speed of a machine whose memory reads this much, such as 273GB/s",
+    )
+    parser.add_argument(
         "--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1"
     )
 
@@ -39,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Examine, check or plan; returns the exit status."""
     if args.plan is not None:
         return _plan(args)
-    if args.memory is not None or args.images is not None or args.nodes != 1:
-        raise UsageError("--memory, --images and --nodes are for --plan; see onedesk doctor --help")
+    if args.nodes != 1 or any(value is not None for value in (args.memory, args.images, args.bandwidth)):
+        raise UsageError("--memory, --images, --bandwidth and --nodes are for --plan; see onedesk doctor --help")
     if args.hub and args.check is not None:
         raise UsageError("--hub and --check exclude each other; give one of them")
     checks = _checks(args)
@@ -56,9 +63,19 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from ..catalog import plan, plan_report
 
-    planned = plan.run(args)
+    planned = plan.run(args, _speed(args))
     write_json(planned) if args.json else print(plan_report.plan_table(planned))
     return SUCCESS
+
+
+def _speed(args: argparse.Namespace) -> DecodeSpeed | None:
+    """The figures for speed estimates: of --bandwidth, of this machine, or none for another machine without it."""
+    from ..bench.machine_speed import machine_speed
+    from ..catalog.plan import planned_device
+
+    if args.memory is not None and args.bandwidth is None:
+        return None
+    return machine_speed(planned_device(args.memory, args.device), load_config(args.config).cache, args.bandwidth)
 
 
 def _checks(args: argparse.Namespace) -> list[Check]:

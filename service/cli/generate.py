@@ -65,9 +65,9 @@ def _request(args: argparse.Namespace, options: dict[str, Any]) -> Request:
         raise UsageError(NO_PROMPT)
     if prompt is None or prompt == "-":
         piped = read_piped_text()
+        if prompt is None and not piped:
+            raise UsageError(NO_PROMPT)
         prompt = piped
-    if not prompt and not args.image:
-        raise UsageError(NO_PROMPT)
     system = [Message("system", args.system)] if args.system else []
     pictures = read_pictures(args.image)
     turn = Message.with_parts("user", *pictures, prompt) if pictures else Message("user", prompt)

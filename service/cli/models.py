@@ -6,18 +6,24 @@ import argparse
 
 from ..config import load_config
 from ..console import write_json
-from .options import SUCCESS, Subcommands
+from .options import SUCCESS, Subcommands, rate
 
 
 def add_to(subcommands: Subcommands) -> None:
     """Add `models` to the command."""
-    subcommands.add("models", run, "The models that can be opened, and whether they fit.")
+    parser = subcommands.add("models", run, "The models that can be opened, whether they fit, and the speed to expect.")
+    speed = "expect the decode speed of a machine whose memory reads this much, such as 273GB/s"
+    parser.add_argument("--bandwidth", type=rate, metavar="RATE", help=speed)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a row per model; returns the exit status."""
+    from ..api import pick_device
+    from ..bench.machine_speed import machine_speed
     from ..catalog.inventory import model_rows, model_table
 
-    rows = model_rows(load_config(args.config), args.model, device=args.device, context=args.context, quant=args.quant)
+    config = load_config(args.config)
+    speed = machine_speed(pick_device(args.device).type, config.cache, args.bandwidth)
+    rows = model_rows(config, args.model, device=args.device, context=args.context, quant=args.quant, speed=speed)
     write_json(rows) if args.json else print(model_table(rows))
     return SUCCESS

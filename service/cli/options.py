@@ -114,6 +114,18 @@ def size(text: str) -> int:
         ) from None
 
 
+def rate(text: str) -> int:
+    """Read bytes per second: "273GB/s"."""
+    number = text.strip().removesuffix("/s")
+    try:
+        value = parse_bytes(number)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{short(text)} is no memory bandwidth; write for example 273GB/s")
+    return value
+
+
 def batches(text: str) -> list[int]:
     """Read "1,2,4"."""
     return [whole_from(1)(part) for part in text.split(",")]

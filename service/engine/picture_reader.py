@@ -351,7 +351,7 @@ class PictureReader:
             room = self._pool.lease(self._owner, "scratch", size, align=ALIGNMENT)
             undo.callback(room.release)
             kernels.reserve([room.carve(shape, kind) for shape, kind in buffers])
-            arrival = WeightArrival(plan, weights, None, cancel).start()
+            arrival = WeightArrival(plan, weights, None, cancel, files=self._pool.files).start()
             arrival.finish()
             tower = build(tower_shape, arrival.tensors, kernels)
             undo.pop_all()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 
-from ..core import FP32_MAX, Logprobs, Sampling
+from ..core import Logprobs, Sampling
 from ..errors import ModelError, RequestError
+from .candidates import largest
+from .penalties import Penalties, set_finite
 
 # Below this temperature, scores divided by it exceed fp32: greedy, which is the limit.
 GREEDY_BELOW = 1e-5
@@ -72,18 +73,15 @@ class Sampler:
         self.corrected: Callable[[int], int] | None = None
         # Tokens that were sampled and accepted: the number of the next draw.
         self.drawn = 0
-        # All accepted tokens, the forced ones too.
-        self.written: list[int] = []
-        self._counts: Counter[int] = Counter()
         self._draws = draws_of(seed)
         self._uniforms: list[float] = []
         self._exps: np.ndarray | None = None
         self.adjustments = Adjustments(sampling, prompt, limit) if adjustments is None else adjustments
+        self._penalties = Penalties(sampling, self.adjustments.prompt, limit)
+        # All accepted tokens, the forced ones too.
+        self.written: list[int] = []
         # Whether the scores depend on the tokens so far, and whether there is a bias.
-        self.penalized = bool(
-            sampling.presence_penalty or sampling.frequency_penalty or (sampling.repetition_penalty or 1.0) != 1.0
-        )
-        self.biased = len(self.adjustments.biased) > 0
+        self.penalized, self.biased = self._penalties.active, len(self.adjustments.biased) > 0
 
     @property
     def greedy(self) -> bool:
@@ -110,14 +108,13 @@ class Sampler:
 
     def accept(self, token: int, *, forced: bool = False) -> None:
         """Count a token of the completion, for the penalties and, if it was not forced, for the next draw."""
-        self._counts[token] += 1
+        self._penalties.count(token)
         self.written.append(token)
         self.drawn += not forced
 
     def mask(self) -> np.ndarray | None:
         """The ids that may come next, bool [limit], or None for all. Raises RequestError where none may."""
-        allowed = None if self.allowed is None else self.allowed()
-        if allowed is None:
+        if self.allowed is None or (allowed := self.allowed()) is None:
             return None
         allowed = allowed[: self.limit]
         if not allowed.any():
@@ -130,8 +127,8 @@ class Sampler:
     def _chosen(self, scores: torch.Tensor) -> int:
         values, allowed = scores.numpy(), self.mask()
         if self.biased:
-            _set_finite(values, self.adjustments.biased, values[self.adjustments.biased] + self.adjustments.biases)
-        self._penalize(values)
+            set_finite(values, self.adjustments.biased, values[self.adjustments.biased] + self.adjustments.biases)
+        self._penalties.apply(values)
         if allowed is not None:
             np.copyto(values, -np.inf, where=~allowed)
         if self.greedy:
@@ -140,46 +137,31 @@ class Sampler:
             return best
         return self._draw(scores)
 
-    def _penalize(self, values: np.ndarray) -> None:
-        s = self.sampling
-        repetition, presence, frequency = (
-            s.repetition_penalty or 1.0,
-            s.presence_penalty or 0.0,
-            s.frequency_penalty or 0.0,
-        )
-        written = np.array([token for token in self._counts if token < self.limit], np.int64)
-        if repetition != 1.0:
-            seen = np.union1d(self.adjustments.prompt, written)
-            found = values[seen]
-            with np.errstate(over="ignore"):
-                _set_finite(
-                    values, seen, np.where(found > 0, found / np.float32(repetition), found * np.float32(repetition))
-                )
-        if (presence or frequency) and len(written):
-            counts = np.array([self._counts[token] for token in written.tolist()], np.float32)
-            _set_finite(values, written, values[written] - (np.float32(presence) + np.float32(frequency) * counts))
-
     def _draw(self, scores: torch.Tensor) -> int:
         s, every = self.sampling, scores.numpy()
-        best = float(every.max())
-        _require_number(best)
-        with np.errstate(over="ignore"):  # scores beyond FP32 have no chance
-            every -= best
-            every /= np.float32(s.temperature or 1.0)
         width = min(s.top_k or self.limit, self.limit)
+        if width < self.limit:
+            values, ids = largest(every, width)
+            self._scale(values, float(values[0]))
+            return self._pick(self._filtered(torch.from_numpy(values).softmax(0)), ids)
+        self._scale(every, float(every.max()))
         filtered = (s.top_p or 1.0) < 1.0 or (s.min_p or 0.0) > 0.0
         if width == self.limit and not filtered:
             return self._pick_of_all(np.exp(every, out=every))
-        if width < self.limit:
-            values, ids = scores.topk(width)
-            return self._pick(self._filtered(values.softmax(0)), ids)
         whole = self._log_of_sum(every)
         values, ids = scores.topk(min(width, FIRST_CANDIDATES))
         chances = (values - whole).exp()
         if len(values) < width and not self._enough(chances):
             values, ids = scores.sort(descending=True)
             chances = (values - whole).exp()
-        return self._pick(self._filtered(chances), ids)
+        return self._pick(self._filtered(chances), ids.numpy())
+
+    def _scale(self, values: np.ndarray, best: float) -> None:
+        """Turn scores, of which `best` is the largest, into exponents at the temperature, in place."""
+        _require_number(best)
+        with np.errstate(over="ignore"):  # scores beyond FP32 have no chance
+            values -= best
+            values /= np.float32(self.sampling.temperature or 1.0)
 
     def _log_of_sum(self, values: np.ndarray) -> float:
         """log of the sum of all exp(values), of which the largest is 0."""
@@ -201,7 +183,7 @@ class Sampler:
         keep[0] = True
         return chances * keep
 
-    def _pick(self, chances: torch.Tensor, ids: torch.Tensor) -> int:
+    def _pick(self, chances: torch.Tensor, ids: np.ndarray) -> int:
         """The next draw, by the inverse of the cumulative distribution."""
         return int(ids[_index_at(chances.numpy(), self.uniform(self.drawn))])
 
@@ -237,12 +219,6 @@ def draws_of(seed: int) -> Iterator[float]:
     philox = np.random.Philox(key=seed)
     while True:
         yield (philox.random_raw() >> 11) * 2.0**-53
-
-
-def _set_finite(values: np.ndarray, ids: np.ndarray, changed: np.ndarray) -> None:
-    """Set `values` at `ids` to `changed`, clipped to the range of FP32: an infinite score would outweigh every other
-    for good."""
-    values[ids] = np.clip(changed, -FP32_MAX, FP32_MAX)
 
 
 def measured(raw: torch.Tensor, token: int, top: int) -> Logprobs:

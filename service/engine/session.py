@@ -340,7 +340,8 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
     returned.
     """
     need, pool = blueprint.need, opening.pool
-    with pool.loads(owner, opening.cancel), ExitStack() as undo:
+    read = (reading.info.file for tensor in blueprint.plan.tensors for reading in tensor.readings)
+    with pool.loads(owner, opening.cancel), pool.files.reading(read), ExitStack() as undo:
         pool.check(owner, need)
         leases: list[Lease] = []
         kinds: tuple[tuple[Kind, int], ...] = (
@@ -356,14 +357,21 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
         if bench is not None:
             undo.callback(lambda: None if bench.released else bench.release())  # the reader returns it too
-        kernels = choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache, opening.cancel)
+        # Kernels are imported, and in a new cache compiled, while weights are read; to convert weights they are needed.
+        kernels = _kernels(blueprint, opening) if bench is not None else None
+        faster = kernels.quantize if kernels is not None else None
         arrival = WeightArrival(
-            blueprint.plan, weights, opening.progress, opening.cancel, bench, kernels.quantize
+            blueprint.plan, weights, opening.progress, opening.cancel, bench, faster, pool.files
         ).start()
         undo.callback(arrival.stop)  # first: it reads while the rest is built
+        kernels = kernels or _kernels(blueprint, opening)
         runner, stepper = build_runner(blueprint, arrival.tensors, kernels, (kv, scratch), opening, arrival)
         undo.pop_all()
         return Session(leases, arrival, runner, kernels, stepper, blueprint)
+
+
+def _kernels(blueprint: Blueprint, opening: Opening) -> ReferenceKernels:
+    return choose_kernels(blueprint.device, blueprint.activation, opening.kernel_cache, opening.cancel)
 
 
 def build_runner(

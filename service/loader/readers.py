@@ -8,28 +8,32 @@ import os
 import queue
 import resource
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from ..errors import FileError
 from ..memory.backends.mapped import resident_bytes
-from .chunks import CHUNK_BYTES, Chunk, Rows
+from .bounce import Bench, Bounce, take_rows
+from .chunks import CHUNK_BYTES, Chunk
 from .files import SourceFile, open_regular
 
 logger = logging.getLogger(__name__)
 
-# Into one H200 from the page cache: 1, 2 and 4 readers 5.5, 10.2 and 15.4 GB/s (16 cores); on 2 cores a third reader
-# gains nothing.
-READERS_LEAST, READERS_MOST = 2, 4
+# Into one H200 from the page cache: 1, 2 and 4 readers 5.5, 10.2 and 15.4 GB/s (16 cores), which a pinned copy at 55
+# GB/s outruns; on 2 cores a third reader gains nothing.
+READERS_LEAST, READERS_MOST, READERS_MOST_DEVICE = 2, 4, 8
 DIRECT_DEVICES = ("cpu",)  # a read can write to their memory; others get their bytes through a bounce buffer
 PAGE = os.sysconf("SC_PAGE_SIZE")
 # Whole chunks of a file (256 MiB) between two checks that dropping works. A check maps a page and waits 1.1 ms for the
 # faults of the other readers: one per 64 MiB took 6 to 10 % of reading 1.19 GB from the page cache.
 LOOK_EVERY = 64
+# Seconds between two questions whether file pages may stay cached: as often as the watch polls during loads.
+ASK_SECONDS = 0.25
 # Consecutive checks that must find a dropped page cached. A process that counts cached pages (mincore) briefly pins
 # each one; that happened once in 17,000 checks.
 LOOKS_TO_BELIEVE = 3
@@ -41,17 +45,14 @@ _RANDOM: int | None = getattr(os, "POSIX_FADV_RANDOM", None)
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # fails where a read would wait for the disk
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A reader's staging buffers: `raw` uint8 for a chunk as stored, `work` flat fp32; both on the rows' device."""
-
-    raw: torch.Tensor
-    work: torch.Tensor
+# Whether pages leave the page cache once they are copied, or a function that decides it for the bytes still to be read.
+DropBehind: TypeAlias = bool | Callable[[int], bool]
 
 
-def default_readers() -> int:
-    """The number of reader threads for this machine's cores."""
-    return max(READERS_LEAST, min(READERS_MOST, (os.cpu_count() or 1) // 2))
+def default_readers(devices: Iterable[torch.device] = ()) -> int:
+    """The number of reader threads for this machine's cores: more where one of `devices` needs a second copy."""
+    bounced = any(device.type not in DIRECT_DEVICES for device in devices)
+    return max(READERS_LEAST, min(READERS_MOST_DEVICE if bounced else READERS_MOST, (os.cpu_count() or 1) // 2))
 
 
 def thread_faults() -> tuple[int, int]:
@@ -67,8 +68,12 @@ class ReadRun:
     a reader has ended).
     """
 
-    def __init__(self, chunks: list[Chunk], files: Mapping[SourceFile, int], drop_behind: bool) -> None:
-        self.chunks, self.files, self.drop_behind = chunks, files, drop_behind
+    def __init__(self, chunks: list[Chunk], files: Mapping[SourceFile, int], drop_behind: DropBehind) -> None:
+        self.chunks, self.files = chunks, files
+        self._unread = sum(chunk.nbytes for chunk in chunks)
+        self._lacks_room = drop_behind if callable(drop_behind) else None
+        self.drops = drop_behind(self._unread) if callable(drop_behind) else drop_behind
+        self._asked = time.monotonic()
         self.stop = threading.Event()
         self.done: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self.faults = (0, 0)
@@ -79,14 +84,17 @@ class ReadRun:
 
     def read_all(self, bench: Bench | None) -> None:
         """Read chunks until none is left or the run is stopped; an error here stops the other readers too."""
-        bounces: dict[torch.device, _Bounce] = {}
+        bounces: dict[torch.device, Bounce] = {}
         complete, before = False, thread_faults()
         try:
             while (index := self._take()) is not None:
                 self._read(self.chunks[index], bounces, bench)
-                self.done.put(self.chunks[index])
+            for bounce in bounces.values():
+                self._arrive(bounce.finish())
             complete = True
         finally:
+            for bounce in bounces.values():
+                bounce.settle()
             with self._lock:
                 self.faults = tuple(
                     had + now - then for had, now, then in zip(self.faults, thread_faults(), before, strict=True)
@@ -102,22 +110,45 @@ class ReadRun:
             self._next += 1
             return self._next - 1
 
-    def _read(self, chunk: Chunk, bounces: dict[torch.device, _Bounce], bench: Bench | None) -> None:
+    def _read(self, chunk: Chunk, bounces: dict[torch.device, Bounce], bench: Bench | None) -> None:
+        """Read one chunk. A chunk for a device arrives when the next one has been read, or at the end."""
         fd = self.files[chunk.source]
-        views = chunk.views
-        if chunk.rows is not None:
-            if bench is None:
-                raise ValueError("rows are to be taken and this reader has no bench")
-            views = [bench.raw[: chunk.nbytes]]
+        if chunk.rows is not None and bench is None:
+            raise ValueError("rows are to be taken and this reader has no bench")
+        views = chunk.views if chunk.rows is None or bench is None else [bench.raw[: chunk.nbytes]]
         if chunk.device.type in DIRECT_DEVICES:
             fill(fd, [view.numpy().data for view in views], chunk)
-            _take_rows(chunk.rows, views, bench)
+            take_rows(chunk.rows, views, bench)
+            self._arrive(chunk)
         else:
-            bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, _Bounce(chunk.device))
+            bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, Bounce(chunk.device))
             fill(fd, [bounce.window(chunk.nbytes)], chunk)
-            bounce.hand_over(views, chunk.rows, bench)
-        if self.drop_behind:
+            self._arrive(bounce.send(chunk, views, bench))
+            if chunk.rows is not None:  # the bench is used again for the next rows
+                self._arrive(bounce.finish())
+        self._count(chunk)
+        if self.drops:
             self._drop_behind(fd, chunk)
+
+    def _arrive(self, chunk: Chunk | None) -> None:
+        if chunk is not None:
+            self.done.put(chunk)
+
+    def _count(self, chunk: Chunk) -> None:
+        """Count the chunk as read, and ask now and then whether the rest may stay cached. Once it may not, nothing of
+        the files may.
+        """
+        with self._lock:
+            self._unread -= chunk.nbytes
+            if self.drops or self._lacks_room is None or time.monotonic() < self._asked + ASK_SECONDS:
+                return
+            self._asked = time.monotonic()
+            unread = self._unread
+        if self._lacks_room(unread):
+            logger.info("memory is short: the page cache keeps nothing of the files that are read")
+            self.drops = True
+            for fd in self.files.values():
+                drop(fd, 0, 0)
 
     def _drop_behind(self, fd: int, chunk: Chunk) -> None:
         """Drop the chunk's pages. Stop doing so for a file whose pages stay cached: another process maps them, or they
@@ -141,37 +172,6 @@ class ReadRun:
             self._stayed[chunk.source] = self._stayed.get(chunk.source, 0) + 1 if stays else 0
             if self._stayed[chunk.source] == LOOKS_TO_BELIEVE:
                 logger.debug("%s stays in the page cache: somebody else uses it", chunk.source.shown)
-
-
-@torch.inference_mode()
-def _take_rows(rows: Rows | None, views: Sequence[torch.Tensor], bench: Bench | None) -> None:
-    if rows is not None and bench is not None:
-        rows.intake.take(views[0].view(rows.dtype).view(rows.shape), rows.first, bench.work)
-
-
-class _Bounce:
-    """One host buffer, pinned for CUDA, through which a reader feeds a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._cuda)
-        self.stream = torch.cuda.Stream(device) if self._cuda else None
-
-    def window(self, nbytes: int) -> memoryview:
-        if nbytes > self.buffer.numel():  # one step of rows that are wider than a chunk
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
-        return self.buffer.numpy().data[:nbytes]
-
-    @torch.inference_mode()
-    def hand_over(self, views: Sequence[torch.Tensor], rows: Rows | None, bench: Bench | None) -> None:
-        """Copy the start of the buffer into `views`, in order, let the intake take its rows there, and wait for it."""
-        parts = torch.split(self.buffer[: sum(view.numel() for view in views)], [view.numel() for view in views])
-        with torch.cuda.stream(self.stream):
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part, non_blocking=True)
-            _take_rows(rows, views, bench)
-        if self.stream is not None:
-            self.stream.synchronize()
 
 
 def fill(fd: int, views: list[memoryview], chunk: Chunk) -> None:

@@ -14,10 +14,11 @@ import torch
 
 from ..core import CancelCheck, Progress, ProgressReport
 from ..errors import Cancelled
+from .bounce import Bench
 from .chunks import Chunk, Job, plan_chunks
 from .files import SourceFile
 from .readers import (
-    Bench,
+    DropBehind,
     ReadRun,
     check_unchanged,
     default_readers,
@@ -45,7 +46,7 @@ def stream_tensors(
     stage: Literal["load"] = "load",
     progress: ProgressReport | None = None,
     cancel: CancelCheck | None = None,
-    drop_behind: bool = True,
+    drop_behind: DropBehind = True,
     readers: int | None = None,
     arrived: Callable[[int], None] | None = None,
     benches: Sequence[Bench] = (),
@@ -57,9 +58,11 @@ def stream_tensors(
 
     A destination is contiguous, has the tensor's number of bytes, and has its dtype, or uint8 for the raw bytes;
     nothing is converted. Or it is a ChunkIntake: then each reader uses one of `benches`, whose raw buffers hold the
-    largest chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through one
-    bounce buffer per reader. With `drop_behind` the file's pages leave the page cache once they are copied. The
-    default of `readers` is half the cores, 2 to 4, or one per staging buffer if there are any.
+    largest chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through two
+    bounce buffers per reader, one of which is filled while the other is copied. With `drop_behind` the file's pages
+    leave the page cache once they are copied; if it is a function, it is asked with the bytes still to be read, at the
+    start and while reading, until it says true. The default of `readers` is default_readers, or one per staging buffer
+    if there are any.
 
     `progress`, `cancel` and `arrived` are called on the calling thread.
 
@@ -72,14 +75,15 @@ def stream_tensors(
     total = sum(chunk.nbytes for chunk in chunks)
     if cancel is not None and cancel():
         raise Cancelled(f"loading was stopped before the first of {total} bytes was read")
-    for device in {chunk.device for chunk in chunks if chunk.device.type == "cuda"}:
+    devices = {chunk.device for chunk in chunks}
+    for device in (device for device in devices if device.type == "cuda"):
         torch.cuda.current_stream(device).synchronize()  # queued work may still use the destinations
     with ExitStack() as closing:
         files = {
             source: closing.enter_context(opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)
         }
         run = ReadRun(chunks, files, drop_behind)
-        count = max(1, min(len(benches) or readers or default_readers(), len(chunks)))
+        count = max(1, min(len(benches) or readers or default_readers(devices), len(chunks)))
         with ThreadPoolExecutor(count, thread_name_prefix="onedesk-read") as pool:
             try:
                 futures = [pool.submit(run.read_all, benches[i] if benches else None) for i in range(count)]
@@ -91,7 +95,7 @@ def stream_tensors(
             future.result()
         for source, fd in files.items():
             check_unchanged(source, fd)
-            if drop_behind:
+            if run.drops:
                 drop(fd, *_span(chunks, source))
     if progress is not None:
         progress(Progress(stage, total, total))

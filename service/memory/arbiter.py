@@ -68,10 +68,13 @@ class Arbiter:
     def make_room(self, lacking: int) -> list[Released]:
         """Evict until `lacking` more bytes can be leased. Returns what came back, which may be less.
 
-        Our own leases go first, because a neighbour's bytes help only if the machine lacks them. A lease in use or
-        pinned is never asked. Stops when no lease and no neighbour is left.
+        Cached pages of checkpoint files go first, then our own leases, because a neighbour's bytes help only if the
+        machine lacks them. A lease in use or pinned is never asked. Stops when no lease and no neighbour is left.
         """
-        goal = self._pool.room().now + lacking
+        room = self._pool.room()
+        goal = room.now + lacking
+        if room.machine < goal and self._pool.shares_host:
+            self._pool.files.drop(goal - room.machine)  # cheaper to bring back than any lease
         released: list[Released] = []
         asked: set[Lease | ExternalLease] = set()
         while self._pool.room().now < goal:

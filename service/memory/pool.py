@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ..core import CancelCheck
 from ..errors import Cancelled, MemoryFull, OnedeskError, RequestError
@@ -26,7 +25,9 @@ from .budget import (
     show,
 )
 from .claims import Claims
+from .counters import Counters
 from .external_lease import ExternalLease
+from .file_cache import FileCache
 from .guard_zones import broken_zones, plan_layout, write_zones
 from .lease import (
     Lease,
@@ -61,19 +62,6 @@ _TURN = 0.05
 # From this size on, a lease reads the machine's available memory first (about 0.2 ms). Smaller ones live within the
 # headroom.
 _LOOK = MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Counts since the pool was made. `seconds`: time spent in lease()."""
-
-    allocations: int
-    releases: int
-    shortfalls: int
-    give_ways: int
-    refusals: int
-    damaged: int
-    seconds: float
 
 
 class Pool:
@@ -111,6 +99,8 @@ class Pool:
         self._returning: dict[Lease, SlabBlock] = {}
         self._used = 0
         self.arbiter = Arbiter(self)
+        # The checkpoint files that stay in the page cache.
+        self.files = FileCache(self._cache_room)
         self.slow = slow or (lambda: False)
         self._loading = threading.RLock()
         self._loaders = 0
@@ -123,6 +113,11 @@ class Pool:
     def residency(self) -> str:
         """Where the leases of this pool live: device or host."""
         return self.backend.residency
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether leases take host memory: on a CPU and an integrated GPU."""
+        return not self.backend.commits or self.read_truth().integrated
 
     @property
     def loading(self) -> bool:
@@ -199,6 +194,7 @@ class Pool:
         self._check_request(owner, kind, nbytes, align)
         started = time.perf_counter()
         try:
+            self._free_pages(nbytes)
             for last in (False, True):
                 with self.lock:
                     lacking = self._lacking(nbytes)
@@ -367,6 +363,23 @@ class Pool:
             return truth.available - self.budget.floor + ours - self._used + aside - promised, truth.available
         available = min(truth.available, truth.host_available)
         return available - self.budget.floor - (self._used - self._resident()) - promised, available
+
+    def _free_pages(self, nbytes: int) -> None:
+        """On an integrated GPU drop cached file pages that the block needs: its driver has refused blocks while the
+        page cache held many GiB.
+        """
+        if nbytes < _LOOK or not self.backend.commits:
+            return
+        truth = self.read_truth()
+        if truth.integrated and truth.mem_free < nbytes:
+            self.files.drop(nbytes - truth.mem_free)
+
+    def _cache_room(self) -> int:
+        """Host memory above the floor that no lease counts on."""
+        with self.lock:
+            if self.shares_host:
+                return self._machine_room()[0]
+            return self.read_truth().host_available - self.budget.floor
 
     def _allocate(self, owner: str, kind: Kind, nbytes: int, align: int, *, last: bool) -> Lease | None:
         """Place a lease. None if the system refuses, but on the `last` try its refusal is raised."""

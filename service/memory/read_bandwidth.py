@@ -17,7 +17,17 @@ FILE = "read-ceiling.json"
 
 def keep_ceiling(cache: Path, device: str, value: float) -> None:
     """Save `value` bytes per second for this machine and `device`. A cache that cannot be written only loses it."""
-    known = _read(cache) | {_key(device): value}
+    keep_figure(cache, device, value)
+
+
+def known_ceiling(cache: Path, device: str) -> float | None:
+    """Measured bytes per second of this machine for `device`, None if not measured."""
+    return known_figure(cache, device)
+
+
+def keep_figure(cache: Path, device: str, value: float, name: str = "") -> None:
+    """Save a figure of this machine's `device` under `name`; the unnamed one is its read bandwidth."""
+    known = _read(cache) | {_key(device, name): value}
     try:
         cache.mkdir(parents=True, exist_ok=True)
         started = cache / f".{FILE}.tmp"
@@ -27,9 +37,9 @@ def keep_ceiling(cache: Path, device: str, value: float) -> None:
         log.debug("the read ceiling is not kept: %s", error.strerror)
 
 
-def known_ceiling(cache: Path, device: str) -> float | None:
-    """Measured bytes per second of this machine for `device`, None if not measured."""
-    return _read(cache).get(_key(device))
+def known_figure(cache: Path, device: str, name: str = "") -> float | None:
+    """The figure saved under `name` for this machine's `device`, None if there is none."""
+    return _read(cache).get(_key(device, name))
 
 
 def _read(cache: Path) -> dict[str, float]:
@@ -46,11 +56,12 @@ def _read(cache: Path) -> dict[str, float]:
     }
 
 
-def _key(device: str) -> str:
+def _key(device: str, name: str) -> str:
     """A cache can move between machines, and the thread count decides what the CPU reads."""
+    ending = f", {name}" if name else ""
     if device == "cuda" and torch.cuda.is_available():
-        return f"cuda {torch.cuda.get_device_name()}"
-    return f"cpu {platform.machine()} {_processor()} {torch.get_num_threads()} threads"
+        return f"cuda {torch.cuda.get_device_name()}{ending}"
+    return f"cpu {platform.machine()} {_processor()} {torch.get_num_threads()} threads{ending}"
 
 
 def _processor() -> str:

@@ -15,9 +15,10 @@ import torch
 
 from ..core import CancelCheck, ProgressReport
 from ..errors import Cancelled
+from ..loader.bounce import Bench
 from ..loader.chunks import Job
-from ..loader.readers import Bench
 from ..loader.stream import StreamStats, stream_tensors
+from ..memory.file_cache import FileCache
 from ..memory.pool import Lease
 from ..quant.quantize_weights import Quantizer
 from ..quant.weight import Weight
@@ -38,6 +39,7 @@ class WeightArrival:
     the embedding may be used after `fetch_rows`. `waited` is the seconds that the computation has waited for weights.
     `progress` and `cancel` are called on the reading thread. Tensors that are converted while they are read go through
     `bench`, a lease of plan.bench_bytes, which is returned when the reading ends. `faster` quantizes where it can.
+    `files` decides whether the file's pages stay cached; without it they are dropped.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class WeightArrival:
         cancel: CancelCheck | None,
         bench: Lease | None = None,
         faster: Quantizer | None = None,
+        files: FileCache | None = None,
     ) -> None:
         self.tensors: dict[str, Weight] = {tensor.destination.key: tensor.carve(lease.carve) for tensor in plan.tensors}
         self._plan = plan
@@ -63,6 +66,7 @@ class WeightArrival:
                 self._job_tensor.append(index)
         self._bench = bench
         self._faster = faster
+        self._files = files or FileCache(lambda: 0)
         self._device = next(iter(self.tensors.values())).device
         self._benches = self._make_benches()
         self._here = {part: threading.Event() for part in self._missing}
@@ -172,9 +176,15 @@ class WeightArrival:
 
     def _read(self) -> None:
         try:
-            self._stats = stream_tensors(
-                self._jobs, progress=self._progress, cancel=self._should_stop, arrived=self._take, benches=self._benches
-            )
+            with self._files.reading(info.file for info, _ in self._jobs):
+                self._stats = stream_tensors(
+                    self._jobs,
+                    progress=self._progress,
+                    cancel=self._should_stop,
+                    arrived=self._take,
+                    benches=self._benches,
+                    drop_behind=self._files.lacks_room,
+                )
         except BaseException as failure:  # noqa: BLE001 - handed to the thread that waits, whatever it is
             self._failure = failure
 

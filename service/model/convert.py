@@ -19,12 +19,12 @@ import torch
 
 from ..core import CancelCheck, Progress, ProgressReport
 from ..errors import Cancelled, FileError, OnedeskError
+from ..loader.bounce import Bench
 from ..loader.checkpoint import Checkpoint
 from ..loader.chunks import intake_bytes
 from ..loader.files import open_regular, read_exactly
 from ..loader.header import DTYPE_BITS
 from ..loader.json_files import read_json_object
-from ..loader.readers import Bench
 from ..loader.stream import stream_tensors
 from ..memory.budget import show
 from ..memory.pool import Lease

@@ -66,6 +66,11 @@ def compile_library(cache: Path, cancel: CancelCheck | None = None) -> tuple[cty
         return None, f"the compiled kernels do not load; delete {target.name} in the cache, to rebuild them"
 
 
+def has_library(cache: Path) -> bool:
+    """Whether the kernels of these sources and this processor are compiled in `cache`."""
+    return _whole(cache / f"kernels-{_key()}.so")
+
+
 def _sources() -> list[Path]:
     return sorted(FOLDER.glob("*.c"))
 

@@ -93,7 +93,10 @@ def test_packed_numbers_count_as_parameters(tmp_path: Path):
 def test_the_table_has_a_column_for_each_figure(models: Path):
     rows = model_rows(Config(model_roots=(models,)), None, device="cpu", context=None)
     head, *lines = model_table(rows).splitlines()
-    assert " ".join(head.split()) == "NAME FAMILY FORMAT PARAMETERS ACTIVE WEIGHTS TABLE KV / 1000 FITS CONTEXT IMAGES"
+    assert (
+        " ".join(head.split())
+        == "NAME FAMILY FORMAT PARAMETERS ACTIVE WEIGHTS TABLE KV / 1000 FITS CONTEXT IMAGES TOKENS/s"
+    )
     assert sum(not line.startswith(" ") for line in lines) == len(rows)
     assert all(len(line) <= WIDTH for line in lines if line.startswith(" "))
     assert "256 KiB" in next(line for line in lines if line.startswith("qwen4_exp"))

@@ -29,6 +29,8 @@ def model(tmp_path: Path) -> Iterator[OpenModel]:
 def test_leases_budget_and_counters_are_those_of_the_pool(model):
     list(model.generate(Request(ids=(1, 2), max_tokens=3)))
     report = memory_report(CONFIG, device="cpu", proc=None)
+    assert report["truth"]["checkpoint_pages"] >= model.need.weights
+    assert "of them checkpoint files, dropped first" in memory_table(report)
     assert report["budget"] == {
         "limit": 64 << 20,
         "kept_back": int((64 << 20) * 0.1),

@@ -87,7 +87,7 @@ def test_score_leaves_rows_of_pictures_out(run: Run, seer: Path, files: list[str
         (("describe", "{one}", "--pixels", "10"), "--pixels is 10; this model reads pictures of at least 1,024 pixels"),
         (("generate", "say <|image_pad|>", "--image", "{one}"), "a message has <|image_pad|> in it"),
         (("generate", "say <|vision_start|>"), "a message has <|vision_start|> in it"),
-        (("generate", "--ids", "5,6", "--image", "{one}"), "0 places for pictures, but 1 pictures"),
+        (("generate", "--ids", "5,6", "--image", "{one}"), "0 runs of image tokens, but 1 pictures"),
         (("describe", "{folder}/large.png", "--pixels", "1000000"), "and the context is 256; use fewer --pixels"),
         (("score", "--text-file", "{folder}/notes.png", "--image", "{one}"), "--image goes with --ids"),
     ],

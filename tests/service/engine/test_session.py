@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from onedesk.service.api import open_model
 from onedesk.service.engine import session
-from onedesk.service.errors import MemoryFull
+from onedesk.service.errors import Cancelled, MemoryFull
 from onedesk.service.kernels.reference import ReferenceKernels
 from onedesk.service.memory.budget import MIB, MemorySettings
 from onedesk.service.memory.pool import Pool
@@ -49,9 +49,15 @@ def test_a_failed_opening_returns_every_lease_once(
     assert pool.used() == 0
 
 
-def test_reading_begins_before_the_rest_is_made(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("quant", "wanted"), [("none", ["reading", "kernels", "pages"]), ("int8", ["kernels", "reading", "pages"])]
+)
+def test_reading_begins_before_the_rest_is_made(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, quant: str, wanted: list[str]
+) -> None:
+    """Kernels too are chosen, and if need be compiled, while weights are read; only converting weights needs them."""
     order: list[str] = []
-    start, build = WeightArrival.start, session.PagedKV
+    start, build, choose = WeightArrival.start, session.PagedKV, session.choose_kernels
 
     def starts(arrival: WeightArrival) -> WeightArrival:
         order.append("reading")
@@ -61,8 +67,27 @@ def test_reading_begins_before_the_rest_is_made(tmp_path: Path, pool: Pool, monk
         order.append("pages")
         return build(*arguments)  # type: ignore[arg-type]
 
+    def chooses(*arguments: object) -> object:
+        order.append("kernels")
+        return choose(*arguments)  # type: ignore[arg-type]
+
     monkeypatch.setattr(WeightArrival, "start", starts)
     monkeypatch.setattr(session, "PagedKV", builds)
-    model = open_model(write_tiny_qwen3(tmp_path / "tiny"), pool=pool, context=64, device="cpu", kernel_cache=tmp_path)
-    assert order == ["reading", "pages"]
+    monkeypatch.setattr(session, "choose_kernels", chooses)
+    folder = write_tiny_qwen3(tmp_path / "tiny")
+    model = open_model(folder, pool=pool, context=64, device="cpu", quant=quant, kernel_cache=tmp_path)
+    assert order == wanted
     model.close()
+
+
+def test_a_load_that_is_stopped_while_kernels_are_compiled_returns_every_lease(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> ReferenceKernels:
+        raise Cancelled("stopped while kernels were compiled")
+
+    monkeypatch.setattr(session, "choose_kernels", stopped)
+    with pytest.raises(Cancelled, match="while kernels were compiled"):
+        open_model(write_tiny_qwen3(tmp_path / "tiny"), pool=pool, context=64, device="cpu", kernel_cache=tmp_path)
+    assert pool.used() == 0
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("onedesk-load")] == []

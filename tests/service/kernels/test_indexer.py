@@ -62,7 +62,7 @@ class Sequences:
             qkv=torch.empty(0),
             output=torch.empty(0),
             indexer=Indexer(2, DIM, budget, ratio, norms[2], norms[3]),
-            place=0,
+            state=0,
             index_qk=torch.randn(3 * DIM, HIDDEN, generator=self.generator),
         )
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.errors import ModelError
 from onedesk.service.loader import readers as readers_module
+from onedesk.service.loader.bounce import Bench
 from onedesk.service.loader.chunks import intake_bytes
 from onedesk.service.loader.header import read_header
-from onedesk.service.loader.readers import Bench
 from onedesk.service.loader.stream import stream_tensors
 from safetensors.torch import save_file
 from streaming import assert_no_reader_left

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from onedesk.service.core import Progress
 from onedesk.service.loader import chunks, stream
 from onedesk.service.loader import readers as readers_module
+from onedesk.service.loader.bounce import host_buffer
 from onedesk.service.loader.checkpoint import open_checkpoint
 from onedesk.service.loader.dtypes import TORCH_DTYPES, torch_dtype
 from onedesk.service.loader.header import DTYPE_BITS, read_header
@@ -284,6 +285,50 @@ def test_pages_are_dropped_behind(weights: Path, dropped: list[tuple[int, int]])
     assert all(begin % readers_module.PAGE == 0 for begin, _ in dropped)
     assert [begin for begin, _ in dropped[:-1]] == list(range(0, weights.stat().st_size, CHUNK))
     assert dropped[-1] == (0, weights.stat().st_size)  # once more as a whole: a page may have been in use
+
+
+def test_pages_stay_until_memory_is_short(
+    weights: Path, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync(weights)
+    monkeypatch.setattr(readers_module, "ASK_SECONDS", 0.0)
+    size, asked = sum(info.nbytes for info, _ in empty_jobs(weights)), list[int]()
+
+    def short(unread: int) -> bool:
+        asked.append(unread)
+        return unread < size // 2
+
+    stream_tensors(empty_jobs(weights), drop_behind=lambda unread: bool(asked.append(unread)), readers=1)
+    assert dropped == []
+    assert asked[0] == size
+    assert asked == sorted(asked, reverse=True)
+    assert asked[-1] == 0
+    asked.clear()
+    jobs = empty_jobs(weights)
+    stream_tensors(jobs, drop_behind=short, readers=1)
+    assert_same(jobs, weights)
+    assert asked[-2] >= size // 2 > asked[-1] > 0  # never asked again
+    assert dropped[0] == (0, 0)  # to the end of the file: all that was cached until then
+    assert [begin for begin, _ in dropped[1:-1]] == list(range(dropped[1][0], weights.stat().st_size, CHUNK))
+    assert dropped[-1] == (0, weights.stat().st_size)
+    dropped.clear()
+    stream_tensors(jobs, drop_behind=lambda _: True, readers=1)
+    assert [begin for begin, _ in dropped[:-1]] == list(range(0, weights.stat().st_size, CHUNK))
+
+
+def test_a_host_without_pinned_memory_reads_through_ordinary_buffers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.empty
+
+    def refuse(*shape: int, pin_memory: bool = False, **rest: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore of it")
+        return real(*shape, **rest)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert host_buffer(4096, pinned=True).nbytes == 4096
+    assert "copies are slower: CUDA error: out of memory" in caplog.text
 
 
 @pytest.fixture
