@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import OnedeskError, RequestError
 from .connections import ConnectionRunner, is_cancelled, is_gone, raise_descriptor_limit, trust
-from .error_documents import SOON, ApiError, as_api_error, to_json
+from .error_documents import SOON, ApiError, as_api_error, error_body, of_aiohttp, to_json
 from .guard import OPEN_ROUTES, Guard
 from .openapi import document
 from .routes import ROUTES
@@ -77,7 +77,7 @@ def _around(service: Service, guard: Guard) -> Middleware:
             # one complete response in OpenAI's shape, and the log gets every error that is not ours.
             if is_cancelled(request, error):
                 raise
-            failed = _from_aiohttp(error) if isinstance(error, web.HTTPException) else None
+            failed = of_aiohttp(error) if isinstance(error, web.HTTPException) else None
             if is_gone(request):
                 if not isinstance(error, ConnectionError | OnedeskError) and failed is None:
                     as_api_error(error)  # which logs it
@@ -91,7 +91,7 @@ def _around(service: Service, guard: Guard) -> Middleware:
                 request.writer.output_size > 0
             ):  # the stream has begun and its end failed: a second response must not follow
                 raise ConnectionResetError("the stream broke off") from error
-            body = to_json(failed.document())
+            body = error_body(failed, request.path)
             return web.Response(body=body, status=status, headers=failed.headers(), content_type="application/json")
         finally:
             service.requests -= 1
@@ -105,15 +105,6 @@ def _route(request: web.Request) -> str:
     """The route's pattern, never the client's path: the number of labels must not grow with the paths requested."""
     resource = request.match_info.route.resource
     return "none" if resource is None else resource.canonical
-
-
-def _from_aiohttp(error: web.HTTPException) -> ApiError:
-    """The error response for what aiohttp itself rejects: an unknown route or method."""
-    if error.status == 404:
-        return ApiError(404, "there is no such route; /openapi.json lists them", code="unknown_route")
-    if error.status == 405:
-        return ApiError(405, "this route takes another method; /openapi.json lists them", code="wrong_method")
-    return ApiError(error.status, error.reason, code="http_error")
 
 
 async def listen(app: web.Application, address: ListenAddress, cache: Path) -> tuple[web.AppRunner, ListenAddress]:

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from .error_documents import ApiError, as_api_error, to_json
+from .error_documents import ApiError, as_api_error, error_body, of_aiohttp, to_json
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,16 @@ class Connection(RequestHandler):
             failed = ApiError(400, _MALFORMED, code="malformed_request")
         else:
             failed = as_api_error(exc or RuntimeError(f"status {status}"))
-        response = web.Response(body=to_json(failed.document()), status=failed.status, content_type="application/json")
-        response.force_close()
-        return response
+        return _closing(failed, request.path)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response. What aiohttp raised before the handlers (a header Expect that it does not know) would quote
+        the client, and is replaced."""
+        if isinstance(resp, web.HTTPException):
+            resp = _closing(of_aiohttp(resp), request.path)
+        return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Log an internal error of aiohttp, without the client's lines."""
@@ -125,6 +132,14 @@ class Connection(RequestHandler):
         if self.transport is not None:
             self.transport.write(f"{head}Retry-After: {_FULL.retry_after}\r\nConnection: close\r\n\r\n".encode() + body)
         self.force_close()
+
+
+def _closing(failed: ApiError, path: str) -> web.Response:
+    """An error response after which the connection is closed."""
+    body = error_body(failed, path)
+    response = web.Response(body=body, status=failed.status, headers=failed.headers(), content_type="application/json")
+    response.force_close()
+    return response
 
 
 class Server(web.Server):

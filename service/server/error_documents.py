@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
+
+from aiohttp import web
 
 from ..errors import (
     Cancelled,
@@ -25,6 +28,18 @@ T = TypeVar("T")
 SOON = 5
 
 _TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# The same for Anthropic's API, whose clients read them below this path.
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _FAMILY: tuple[tuple[type[OnedeskError], int, str], ...] = (
     (RequestError, 400, "invalid_request"),
     (ModelError, 400, "model_unusable"),
@@ -75,6 +90,18 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the service failed at this request; its log says more", code="internal_error")
 
 
+def of_aiohttp(error: web.HTTPException) -> ApiError:
+    """The error response for what aiohttp itself rejects, such as an unknown route: without any of the client's
+    bytes."""
+    if error.status == 404:
+        return ApiError(404, "there is no such route; /openapi.json lists them", code="unknown_route")
+    if error.status == 405:
+        return ApiError(405, "this route takes another method; /openapi.json lists them", code="wrong_method")
+    if error.status == 417:
+        return ApiError(417, "the header Expect may only be 100-continue; leave it out", code="wrong_expectation")
+    return ApiError(error.status, HTTPStatus(error.status).phrase, code="http_error")
+
+
 def contained(work: Callable[..., T], *arguments: Any) -> T:
     """Call `work` within a pool thread; returns its result. Anything raised outside our error family is logged and
     raised as an ApiError.
@@ -89,6 +116,18 @@ def contained(work: Callable[..., T], *arguments: Any) -> T:
         raise
     except BaseException as error:
         raise as_api_error(error) from error
+
+
+def error_body(error: ApiError, path: str) -> bytes:
+    """The body of an error response at `path`, in the shape that the clients of its API read."""
+    shaped = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
+    return to_json(anthropic_document(error) if shaped else error.document())
+
+
+def anthropic_document(error: ApiError) -> dict[str, Any]:
+    """An error in the shape of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def to_json(document: Any) -> bytes:

@@ -12,6 +12,7 @@ from aiohttp import web
 from ..api import OpenModel
 from ..catalog.memory_report import memory_report
 from ..core import CancelCheck
+from ..memory.budget import show
 from ..memory.pool import Released
 from .body import read_json
 from .error_documents import ApiError, to_json
@@ -43,7 +44,7 @@ async def release(service: Service, request: web.Request) -> web.Response:
         raise ApiError(400, "give either owner or bytes", code="wrong_value", param="owner")
     if nbytes is not None:
         return _answer(service, *await service.giving_back(_make_room, service, int(nbytes)))
-    if "context" in body or "quant" in body:
+    if body.get("context") is not None or body.get("quant") is not None:
         spec = spec_of({"model": owner, "onedesk": body}, service.models.served.usual)
         _, model = await service.in_thread(service.find, spec)
         return _answer(service, await service.giving_back(model.give_way), [model])
@@ -52,21 +53,25 @@ async def release(service: Service, request: web.Request) -> web.Response:
 
 
 def _make_room(service: Service, nbytes: int) -> tuple[list[Released], list[OpenModel]]:
-    """The bytes that came back and the owners that were asked; none if there is enough memory already."""
+    """The bytes that came back and the owners that were asked; none if there is enough memory already. Raises ApiError
+    409 for more than the pool's limit: nothing is released in vain."""
     pool = service.registry.pool(service.models.served.usual.device)
+    if nbytes > pool.budget.limit:
+        message = f"{show(nbytes)} can never be leased here, where the limit is {show(pool.budget.limit)}; ask for less"
+        raise ApiError(409, message, code="too_much", param="bytes")
     lacking = nbytes - max(0, pool.room().now)
     return (pool.make_room(lacking), service.registry.models()) if lacking > 0 else ([], [])
 
 
 def _release(service: Service, owner: str) -> list[Released]:
+    """Ask everything of that name: a lease of another process may have the name of a model."""
     tenants = {tenant.owner for tenant in service.tenants.all}
-    owners = sorted({model.name for model in service.registry.models()} | tenants)
-    if owner in tenants:
-        return service.tenants.release(owner)
-    if owner not in owners:
-        message = f"nobody of that name can give way; there are: {', '.join(owners) or 'none'}"
-        raise ApiError(404, message, code="unknown_owner", param="owner")
-    return service.registry.release(owner)
+    models = {model.name for model in service.registry.models()}
+    if owner not in tenants | models:
+        known = ", ".join(sorted(tenants | models)) or "none"
+        raise ApiError(404, f"no owner has that name; the owners are: {known}", code="unknown_owner", param="owner")
+    released = service.registry.release(owner) if owner in models else []
+    return [*released, *(service.tenants.release(owner) if owner in tenants else [])]
 
 
 async def set_policy(service: Service, request: web.Request) -> web.Response:

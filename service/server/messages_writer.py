@@ -12,7 +12,7 @@ from ..text.answer_parts import AnswerParts, Part, Thought
 from ..text.tokenizer import Tokenizer
 from ..text.tool_call_stream import CallArguments, CallStart
 from ..text.tool_calls import split_calls
-from .error_documents import ApiError
+from .error_documents import ApiError, anthropic_document
 from .responses import Document, own_fields
 from .typed_events import TypedEventsWriter
 
@@ -22,16 +22,6 @@ _STOP_REASONS: Mapping[Finish, str] = {
     "length": "max_tokens",
     "repetition": "max_tokens",
     "cancelled": "max_tokens",
-}
-_ERROR_TYPES: Mapping[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
 }
 
 
@@ -101,7 +91,7 @@ class MessagesWriter(TypedEventsWriter):
 
     def failure(self, error: ApiError) -> Document:
         """The error event, which is also the error document."""
-        return error_document(error)
+        return anthropic_document(error)
 
     def _end(self, result: Result, *, called: bool) -> Document:
         reason = _STOP_REASONS[result.finish]
@@ -150,12 +140,6 @@ class MessagesWriter(TypedEventsWriter):
             return []
         self._kind = ""
         return [{"type": "content_block_stop", "index": self._index}]
-
-
-def error_document(error: ApiError) -> Document:
-    """An error in the shape of Anthropic's API."""
-    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def _usage(usage: Usage) -> Document:

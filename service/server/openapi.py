@@ -29,6 +29,7 @@ _WORDS = {
     401: "The token is missing or wrong.",
     403: "The request comes from a web page, or names another host.",
     404: "There is nothing of that name.",
+    409: "It can never be had on this machine.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     415: "The body is no JSON.",

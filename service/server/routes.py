@@ -55,7 +55,7 @@ ROUTES = (
     Route("POST", "/v1/messages", messages, "Answer as Anthropic's Messages API.", MESSAGES, _GENERATING, streams=True),
     Route("POST", "/v1/messages/count_tokens", count_tokens, "Tokens of a conversation.", COUNT_TOKENS, _GENERATING),
     Route("GET", "/v1/memory", show_memory, "What memory there is, and who holds it."),
-    Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404,)),
+    Route("POST", "/v1/memory/release", release, "Let owners give way.", RELEASE, (404, 409)),
     Route("POST", "/v1/memory/policy", set_policy, "When a model gives way.", POLICY, (404, 500)),
     Route("POST", "/v1/memory/sleep", sleep, "Give everything back until it is woken.", SLEEP),
     Route("POST", "/v1/memory/wake", wake, "Load again and work.", NOTHING, (500, 503)),

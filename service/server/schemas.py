@@ -233,7 +233,9 @@ RELEASE: Mapping[str, Any] = {
             OWN["properties"]["context"] | {"description": "With owner: only the model that was opened with so much."}
         ),
         "quant": OWN["properties"]["quant"] | {"description": "With owner: only the model in this form."},
-        "bytes": _optional("integer", minimum=1, description="Let owners give way until so much more can be leased."),
+        "bytes": _optional(
+            "integer", minimum=1, maximum=2**50, description="Let owners give way until so much more can be leased."
+        ),
     },
 }
 

@@ -184,3 +184,30 @@ def test_log_lines_have_no_control_characters_and_no_secret(text: str, raised: b
         if (ord(sign) < 32 and sign not in "\n\t") or 127 <= ord(sign) < 160 or sign in "\u202e\u2066\u2028"
     ]
     assert raised or "\n" not in line
+
+
+@pytest.mark.parametrize("path", ["/v1/memory", "/nowhere", "/v1/messages"])
+def test_an_expectation_that_is_not_known_is_answered_as_an_api_error(server: Server, path: str) -> None:
+    line = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: secret-{server.token}\r\nConnection: close\r\n\r\n"
+    answer = answered(server, line.encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 417 ")
+    assert b"application/json" in head
+    assert b"secret" not in answer
+    error = json.loads(body)
+    assert error["error"]["message"] == "the header Expect may only be 100-continue; leave it out"
+    assert ("type" in error) == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize(("path", "shaped"), [("/v1/messages", True), ("/v1/chat/completions", False)])
+def test_a_wrong_token_is_refused_in_the_shape_of_the_api(server: Server, path: str, shaped: bool) -> None:
+    line = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer wrong\r\nContent-Length: 0\r\n"
+    line += "Connection: close\r\n\r\n"
+    body = json.loads(
+        answered(
+            server,
+            line.encode(),
+        ).partition(b"\r\n\r\n")[2]
+    )
+    assert body["error"]["type"] == "authentication_error"
+    assert (body.get("type") == "error") == shaped

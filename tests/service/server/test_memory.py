@@ -257,3 +257,22 @@ def test_only_the_latest_variants_of_a_model_are_kept(server: Server) -> None:
     assert sorted(model.context for model in kept if model is not usual) == list(range(220 - VARIANTS_LIMIT, 220))
     assert models.open(models.spec(MODEL)) is usual
     registry.close()
+
+
+@pytest.mark.parametrize("nbytes", [2**49, 2**50 + 1, 10**400, -1, 1e300], ids=range(5))
+def test_bytes_that_can_never_be_leased_evict_nothing(server: Server, nbytes: float) -> None:
+    server.client().chat.completions.create(**SHORT)
+    before = held(server)
+    status, _, document = server.ask("POST", "/v1/memory/release", {"bytes": nbytes})
+    assert (status, document["error"]["param"]) == (409 if nbytes == 2**49 else 400, "bytes")
+    assert held(server) == before > 0
+
+
+def test_a_lease_with_the_name_of_a_model_does_not_hide_it(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    made = lease(server, owner=MODEL, held=0, gives_way=False)
+    assert held(server) > 0
+    released = post(server, "release", {"owner": MODEL})["released"]
+    assert sum(row["measured"] for row in released) > 0
+    assert held(server) == made["bytes"]  # the lease alone
+    assert server.ask("DELETE", f"/v1/memory/leases/{made['id']}")[0] == 200
