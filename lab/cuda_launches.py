@@ -24,7 +24,8 @@ from ..service.cache.paged import PagedKV
 from ..service.cache.recurrent import RecurrentStates
 from ..service.catalog.known_configs import PUBLISHED
 from ..service.engine.buffers import MAX_BATCH, ChunkBuffers, DecodeBuffers, FewRows
-from ..service.engine.device_sampler import PLAN_ROWS, DeviceSampler
+from ..service.engine.device_plan import PLAN_ROWS, Needs
+from ..service.engine.device_sampler import DeviceSampler
 from ..service.engine.runner import SCORED_ROWS
 from ..service.engine.session import Blueprint
 from ..service.errors import RequestError
@@ -345,8 +346,8 @@ class _PassRecorder:
     def _choose(self, batch: int, scores: torch.Tensor) -> None:
         plan = self._sampler.plan.view(-1)[: PLAN_ROWS * batch].view(PLAN_ROWS, batch)
         self._sampler.feed(plan, self._step.ids, self._step.positions)
-        for draws in (False, True):
-            self._sampler.choose(scores, plan, draws=draws)
+        for needs in (Needs(), Needs(draws=True), Needs(draws=True, adjusts=True, measures=True)):
+            self._sampler.choose(scores, plan, needs)
 
     def _prefill(self, start: int, count: int) -> None:
         with self._cache.open(start + count) as sequence:

@@ -34,6 +34,8 @@ STEPS: Sequence[Sequence[int]] = (
     [31, 32, 33, 64],
     [0, 9, 99, 999, 1, 500, 1023, 640],
 )
+# Rows beyond those of a chunk, as a graph has them.
+PADDING = 3
 CHUNKS: Sequence[tuple[int, int]] = ((0, 7), (0, 300), (37, 5), (500, 129))
 # Start and length of a few rows of one sequence: at the start, across boundaries of KV and key blocks, beyond the
 # budget.
@@ -84,6 +86,16 @@ def _elsewhere(batch: ForwardBatch) -> ForwardBatch:
     return replace(batch, start=ELSEWHERE, longest=0) if few else batch
 
 
+def _ends_repeated(rows: torch.Tensor, more: int) -> torch.Tensor:
+    return torch.cat([rows, rows[-1:].expand(more, -1)])
+
+
+def _padded(batch: PrefillChunk, rows: int) -> ForwardBatch:
+    """The chunk as a graph of so many rows has it: the last one repeated, and the host's numbers wrong."""
+    positions = batch.positions[torch.arange(rows, device=batch.positions.device).clamp(max=len(batch.positions) - 1)]
+    return replace(batch, positions=positions, start=ELSEWHERE, longest=0)
+
+
 def _layer(make: Maker, heads: HeadShape, rotated: int) -> AttentionHeads:
     return AttentionHeads(heads, make.norm(heads.head_dim), make.norm(heads.head_dim), rotary_table(make, rotated))
 
@@ -94,7 +106,10 @@ def _form(heads: HeadShape, rotated: int, mode: str, lengths: Sequence[int]) -> 
 
 def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rotated: int) -> Iterator[Finding]:
     """Decode steps of several batches and lengths, and chunks and a few rows at several positions."""
+    from ..service.kernels.cuda.cuda_attention import AttentionKernels
+
     layer = _layer(make, heads, rotated)
+    fused = isinstance(kernels, AttentionKernels) and kernels.fuses_attention(heads)
     for lengths in [*STEPS, *CHUNKS, *FEW]:
         batch = _batch(make, lengths)
         count = len(batch.positions)
@@ -104,6 +119,7 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rota
             qkv.float(), wide_keys, wide_values, batch, torch.empty(count, heads.queries, device=make.device)
         )
         truth = ReferenceKernels().attend(layer, wide)
+        given = qkv.clone()
         found = kernels.attend(
             layer, AttentionOperands(qkv, keys, values, _elsewhere(batch), make.empty(count, heads.queries))
         )
@@ -111,6 +127,11 @@ def attention_findings(kernels: CudaKernels, make: Maker, heads: HeadShape, rota
         bound = 2 * BOUNDS[make.activation]
         yield Finding("attend", form, apart(found, truth), bound)
         yield Finding("attend, cache", form, max(apart(keys, wide_keys), apart(values, wide_values)), bound)
+        if isinstance(batch, PrefillChunk) and count > FEW_ROWS and fused:
+            padded, wanted = _padded(batch, count + PADDING), _ends_repeated(truth, PADDING)
+            qkv, out = _ends_repeated(given, PADDING), make.empty(count + PADDING, heads.queries)
+            found = kernels.attend(layer, AttentionOperands(qkv, keys, values, padded, out))
+            yield Finding("attend, padded", form, apart(found, wanted), bound)
 
 
 def gate_findings(kernels: CudaKernels, make: Maker, heads: HeadShape) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def results(part: str) -> dict[str, Any]:
-    """The results of `part` (kernels, layers or sampler), from a child process."""
+    """The results of `part` (kernels, layers, sampler or adjusted), from a child process."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
     child = subprocess.run(
         [sys.executable, __file__, part],
@@ -148,14 +148,11 @@ def sampler() -> dict[str, Any]:
     """Tokens of the device sampler and of the host's, with their scores, for several sampling settings."""
     import numpy as np
     import torch
+    from adjusted_rows import Carver
     from onedesk.service.core import Sampling
-    from onedesk.service.engine import device_sampler
+    from onedesk.service.engine import device_plan, device_sampler
     from onedesk.service.engine.sampler import Sampler
     from onedesk.service.engine.stepper import Feed
-
-    class Carver:
-        def carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype)
 
     vocab, random = 5000, torch.Generator().manual_seed(3)
     ways: list[tuple[float, int, float, float]] = [
@@ -172,16 +169,16 @@ def sampler() -> dict[str, Any]:
             Sampler(Sampling(t, k, p, m, 0.0, 0.0, 1.0), 9 * turn + i, [], 4900) for i, (t, k, p, m) in enumerate(ways)
         ]
         feeds = [Feed(None, one, 5, -1, 0, wanted=True) for one in samplers]  # type: ignore[arg-type]
-        plan = np.zeros((device_sampler.PLAN_ROWS, 8), np.int32)
-        draws = device_sampler.write_plan(plan, feeds, list(range(8)))
-        chooser.choose(scores, torch.from_numpy(plan), draws=draws)
+        plan = np.zeros((device_plan.PLAN_ROWS, 8), np.int32)
+        needs = device_plan.write_plan(plan, feeds, list(range(8)))
+        chooser.choose(scores, torch.from_numpy(plan), needs)
         for i, one in enumerate(samplers):
             ours, host = int(chooser.chosen[i]), one.choose(scores[i].float())
             rows.append(
                 {"way": i, "ours": ours, "host": host, "scores": [float(scores[i, ours]), float(scores[i, host])]}
             )
         left += [int(chooser._counts.abs().sum()), int(chooser._seen.abs().sum())]
-        chooser.choose(scores[:1], torch.from_numpy(plan[:, :1].copy()), draws=False)
+        chooser.choose(scores[:1], torch.from_numpy(plan[:, :1].copy()), device_plan.Needs())
         rows.append(
             {
                 "way": 0,
@@ -193,12 +190,19 @@ def sampler() -> dict[str, Any]:
         scores[0, 7] = float("nan")
         broken = []
         for drawn in (True, False):
-            chooser.choose(scores[:2], torch.from_numpy(plan[:, :2].copy()), draws=drawn)
+            chooser.choose(scores[:2], torch.from_numpy(plan[:, :2].copy()), device_plan.Needs(draws=drawn))
             broken.append(int(chooser.chosen[0]))
         left += [one + 1 for one in broken]
     return {"rows": rows, "left": left}
 
 
+def adjusted() -> dict[str, Any]:
+    """Rows with bias, penalties, masks and log-probabilities; see adjusted_rows."""
+    import adjusted_rows
+
+    return adjusted_rows.adjusted()
+
+
 if __name__ == "__main__":
     let_loops_run()
-    print(json.dumps({"kernels": kernels, "layers": layers, "sampler": sampler}[sys.argv[1]]()))
+    print(json.dumps({"kernels": kernels, "layers": layers, "sampler": sampler, "adjusted": adjusted}[sys.argv[1]]()))

@@ -15,7 +15,7 @@ from ..engine.runner import CHUNK
 from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.machine_pool import make_pool
-from .samplings import GREEDY, SAMPLINGS
+from .samplings import sampling_case
 from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 NEVER = -1e9  # added to the score of an end token
@@ -74,7 +74,7 @@ class OnedeskSubject:
         times, _ = self._run(ids, 1)
         return times[0] - started
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
         """Sequences begin one after the other, so the first get more tokens; only the time in which all decode
         counts.
         """
@@ -131,10 +131,12 @@ class OnedeskSubject:
             raise ModelError("nothing is loaded; load before measuring")
         return self._model
 
-    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False, sampling: str = GREEDY) -> Request:
+    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False, sampling: str = "greedy") -> Request:
         """Without a prefix cache (unless that is measured) and draft tokens: they would count as computed tokens."""
-        chosen = replace(SAMPLINGS[sampling], logit_bias=dict.fromkeys(self._task.end_tokens, NEVER))
-        return Request(ids=tuple(ids), sampling=chosen, max_tokens=tokens, prefix_reuse=keep, speculation=False)
+        case = sampling_case(sampling)
+        bias = {**dict.fromkeys(self._task.end_tokens, NEVER), **case.bias}
+        same: dict[str, Any] = {"max_tokens": tokens, "prefix_reuse": keep, "speculation": False}
+        return Request(ids=tuple(ids), sampling=replace(case.sampling, logit_bias=bias), **same, **case.more)
 
     def device_peak(self) -> int | None:
         return torch.cuda.max_memory_reserved() if self._task.device == "cuda" else None

@@ -33,6 +33,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     # with its layer for multi-token prediction
     "qwen3.5-toy": {**text_config(PUBLISHED["Qwen3.5-0.8B"]), "num_hidden_layers": 8, "vocab_size": 32768},  # 0.3 GB
     "qwen3.5-0.8b": text_config(PUBLISHED["Qwen3.5-0.8B"]),
+    "qwen3.5-4b": text_config(PUBLISHED["Qwen3.5-4B"]),
 }
 
 

@@ -59,7 +59,8 @@ def with_service(report: dict[str, Any], config: Config) -> dict[str, Any]:
     theirs = ask(found.address, "GET", "/memory")
     service = {"pid": found.note.pid, "where": found.note.where, "asleep": theirs["asleep"]}
     kept = {key: theirs[key] for key in ("budget", "leases", "counters", "leaks")}
-    return report | kept | {"service": service}
+    pages = {"checkpoint_pages": theirs["truth"].get("checkpoint_pages", 0)}
+    return report | kept | {"service": service, "truth": report["truth"] | pages}
 
 
 def _lease(lease: LeaseInfo) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,8 @@ def check_model(
                 f" {model.kernels}"
             )
             checks = [Check("opened", "ok", opened_with), *_runs(model, desk.pool)]
-            # Greedy: otherwise the host samples from the scores, which is not an operator of the model.
-            greedy = replace(_request(model), sampling=Sampling(temperature=0.0))
-            checks.append(check_operators(desk.pool.device, lambda: _result(model, greedy)))
+            # With the model's own sampling, which an accelerator computes too.
+            checks.append(check_operators(desk.pool.device, lambda: _result(model, _request(model))))
             others = [*model.need.weights_of] if quant == "none" else ["none"]
             if not others or any(check.status == "failure" for check in checks):
                 return checks

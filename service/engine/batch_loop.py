@@ -20,7 +20,7 @@ from .request_state import RequestState, RunningSequence, SharedPrompt
 from .runner import PassRestarted, Stopped
 from .scheduler import State, Ticket
 from .session import Session
-from .stepper import Picked, pick
+from .stepper import Picked
 
 # A request that arrives while a prefill pass computes its first JOINABLE layers joins the pass, which is then
 # restarted. The restart costs a few percent of a pass. Requests that are sent together are then prefilled together, the
@@ -44,6 +44,7 @@ class BatchLoop:
         self._decoding = DecodeLoop(self._batch, session, accounting)
         self._session = session
         self._runner = session.runner
+        self._stepper = session.stepper
         self._meter = accounting.meter
         self._searches: dict[Ticket, BeamSearch] = {}
 
@@ -288,7 +289,7 @@ class BatchLoop:
         elif not sequence.feed:
             with self._meter.measure("sample"):
                 forced = sequence.completion.forced_token is not None
-                picked = Picked(-1) if forced else pick(sequence.sampler, scores)
+                picked = Picked(-1) if forced else self._stepper.pick(sequence.sampler, scores)
             yield from self._batch.apply(sequence, picked)
 
     def _step_searches(self) -> Iterator[Event]:

@@ -15,6 +15,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        # One stream for all captures: cuBLAS keeps a workspace of 32 MiB per stream that it was used on.
+        self._side: torch.cuda.Stream | None = None
 
     @property
     def captured(self) -> int:
@@ -37,7 +39,7 @@ class Graphs:
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
+        side = self._side = self._side or torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             # Other threads, such as an image model's, may use the device meanwhile.

@@ -17,6 +17,7 @@ from .buffers import ChunkBuffers, DecodeBuffers
 from .drafting import HELD_ROWS, Drafting
 from .picture_reader import PictureStopped, PictureTask
 from .scoring import scored_rows
+from .short_passes import ShortPasses
 
 # Tokens per chunk: enough for matrix products at full rate, few enough to stop between two chunks.
 CHUNK = 256
@@ -78,10 +79,12 @@ class Runner:
         gate: WeightArrival | None = None,
         drafting: Drafting | None = None,
         rotary: RotaryTable | None = None,
+        short: ShortPasses | None = None,
     ) -> None:
         """`gate` waits for weights before they are used (see Destination.part); None when all are there. `rotary`: the
-        network's, of a model that reads pictures."""
+        network's, of a model that reads pictures. `short`: graphs of passes of a few dozen rows."""
         self.gate = gate
+        self.short = short
         self.drafting = drafting
         self.rotary = rotary
         self.network = network
@@ -99,7 +102,19 @@ class Runner:
         """Drop every tensor; the runner cannot be used afterwards."""
         if self.drafting is not None:
             self.drafting.close()
-        del self.drafting, self.rotary, self.network, self.kv, self.scratch, self.gate, self.chunk, self.buffers
+        if self.short is not None:
+            self.short.close()
+        del (
+            self.short,
+            self.drafting,
+            self.rotary,
+            self.network,
+            self.kv,
+            self.scratch,
+            self.gate,
+            self.chunk,
+            self.buffers,
+        )
 
     def prefill(
         self,
@@ -269,11 +284,18 @@ class Runner:
     ) -> torch.Tensor:
         """One chunk; each block waits for its weights. `observe` gets the state before each block. `before`: see
         ChunkBuffers.fill."""
+        between = self._between(cancel, restart, observe)
+        loaded = self.gate is None or self.gate.complete
+        bare = observe is None and pictures is None and not sequence.shift
+        if self.short is not None and self.short.takes(len(ids)) and loaded and bare:
+            between(0, self.scratch.rows(1)["x"])
+            state = self.short.forward(sequence, ids)
+            sequence.advance(len(ids))
+            return state
         if self.gate is not None:
             self.gate.fetch_rows(ids)
         chunk, rows = self.chunk.fill(sequence, ids, before)
         with self._placed(rows, sequence.length, pictures, cancel):
-            between = self._between(cancel, restart, observe)
             state = self.network.forward(chunk, rows, self.kv, self.scratch, between)
         sequence.advance(len(ids))
         return state

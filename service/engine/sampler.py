@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..core import Logprobs, Sampling
-from ..errors import ModelError
+from ..errors import ModelError, RequestError
 from .candidates import largest
 from .penalties import Penalties, set_finite
 
@@ -73,11 +73,16 @@ class Sampler:
         self.corrected: Callable[[int], int] | None = None
         # Tokens that were sampled and accepted: the number of the next draw.
         self.drawn = 0
+        # All accepted tokens, the forced ones too.
+        self.written: list[int] = []
         self._draws = draws_of(seed)
         self._uniforms: list[float] = []
         self._exps: np.ndarray | None = None
-        self._adjustments = Adjustments(sampling, prompt, limit) if adjustments is None else adjustments
-        self._penalties = Penalties(sampling, self._adjustments.prompt, limit)
+        self.adjustments = Adjustments(sampling, prompt, limit) if adjustments is None else adjustments
+        self._penalties = Penalties(sampling, self.adjustments.prompt, limit)
+        # Whether the scores depend on the tokens so far, and whether there is a bias.
+        self.penalized = self._penalties.active
+        self.biased = len(self.adjustments.biased) > 0
 
     @property
     def greedy(self) -> bool:
@@ -105,22 +110,29 @@ class Sampler:
     def accept(self, token: int, *, forced: bool = False) -> None:
         """Count a token of the completion, for the penalties and, if it was not forced, for the next draw."""
         self._penalties.count(token)
+        self.written.append(token)
         self.drawn += not forced
 
-    @property
-    def plain(self) -> bool:
-        """Whether the choice depends only on scores, temperature, top_k, top_p, min_p and the draw; only then it can be
-        made ahead."""
-        changed = self._penalties.active or len(self._adjustments.biased) > 0
-        return not changed and self.allowed is None and self.top is None
+    def mask(self) -> np.ndarray | None:
+        """The ids that may come next, bool [limit], or None for all. Raises RequestError where none may."""
+        allowed = None if self.allowed is None else self.allowed()
+        if allowed is None:
+            return None
+        allowed = allowed[: self.limit]
+        if not allowed.any():
+            raise RequestError(
+                f"the grammar of this answer allows none of the {self.limit:,} tokens after {len(self.written):,} of"
+                " them; the answer cannot go on: change the schema, or leave it out"
+            )
+        return allowed
 
     def _chosen(self, scores: torch.Tensor) -> int:
-        values, allowed = scores.numpy(), self.allowed() if self.allowed is not None else None
-        if len(self._adjustments.biased):
-            set_finite(values, self._adjustments.biased, values[self._adjustments.biased] + self._adjustments.biases)
+        values, allowed = scores.numpy(), self.mask()
+        if self.biased:
+            set_finite(values, self.adjustments.biased, values[self.adjustments.biased] + self.adjustments.biases)
         self._penalties.apply(values)
         if allowed is not None:
-            np.copyto(values, -np.inf, where=~allowed[: len(values)])
+            np.copyto(values, -np.inf, where=~allowed)
         if self.greedy:
             best = int(values.argmax())  # torch's takes 0.4 ms for 152,000 scores, this one 0.02
             _require_number(float(values[best]))

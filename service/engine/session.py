@@ -43,6 +43,7 @@ from .drafting import DRAFT_CONTEXT, FORK_TOKENS, Drafting, DraftShape
 from .graph_stepper import graph_stepper, graph_stepper_bytes
 from .prefix import PrefixIndex
 from .runner import SCORED_ROWS, Runner, chunk_rows
+from .short_passes import ShortPasses, short_passes
 from .speculate import PassCosts
 from .stepper import HostStepper, Stepper
 
@@ -130,6 +131,7 @@ class Blueprint:
             DecodeBuffers.nbytes(context, recurrent=states is not None, turned=bool(self.config.axes)),
             workspace_bytes(self.device, widths.shape, context, self.activation, widths.columns, self.capability),
             graph_stepper_bytes(self.device, widths.vocab),
+            ShortPasses.nbytes(context) if self.device.type == "cuda" else 0,
             draft.scratch_bytes if draft else 0,
         )
         kv = self.kv_shape.nbytes(context, self.sequences)
@@ -401,5 +403,6 @@ def build_runner(
     if draft_shape is not None:
         layer = build_draft(config, tensors, network, rotary)
         drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
-    runner = Runner(network, pages, passes, buffers, gate, drafting, rotary)
+    short = short_passes(scratch, network, pages, passes, graphs) if blueprint.device.type == "cuda" else None
+    runner = Runner(network, pages, passes, buffers, gate, drafting, rotary, short)
     return runner, graph_stepper(runner, scratch, widths.vocab, graphs) or HostStepper(runner)

@@ -59,7 +59,8 @@ class Checked:
     def pick(self, position: int) -> Picked:
         """The sampler's choice at a position, after it has accepted the tokens before."""
         # A token that was forced in between took no draw: the device's draws are not the ones of these positions.
-        if self.chosen and self.sampler.plain and self.sampler.drawn == self.drawn + position:
+        on_device = self.sampler.allowed is None and self.sampler.top is None
+        if self.chosen and on_device and self.sampler.drawn == self.drawn + position:
             return picked_by_device(self.chosen[position])
         return pick(self.sampler, self.scores[position])
 
@@ -70,8 +71,9 @@ class Stepper(Protocol):
     A launch advances each sequence by one token. A sequence may be cut back afterwards: its row of a step in flight is
     then discarded by the caller, who cuts the sequence before its next launch.
     `ahead`: steps that may be in flight besides the oldest. With 1, step t+1 is launched before the tokens of step t
-    are collected, for rows whose token is None. Where the host must see a row's scores (see Sampler.plain),
-    `runs_ahead` is false and nothing is launched ahead of that row's step: its scores are valid until the next launch.
+    are collected, for rows whose token is None. Where a row's choice needs the host (its grammar, or on the CPU the
+    sampler itself), `runs_ahead` is false and nothing is launched ahead of that row's step: its scores are valid until
+    the next launch.
     `stage`: where collecting is counted: "sample" where the step is done by then or the host samples, "decode" where it
     waits for it. `checks`: whether it verifies draft tokens. `captured`: kinds of passes it has prepared; the first of
     a kind takes longer than others.
@@ -95,6 +97,10 @@ class Stepper(Protocol):
     def collect(self) -> list[Picked]:
         """The choices of the oldest step in flight. A row's failure, such as scores that are no numbers, is in its
         choice."""
+        ...
+
+    def pick(self, sampler: Sampler, scores: torch.Tensor, /) -> Picked:
+        """The choice of a sequence's first token, from the scores [vocab] after its prompt. Steps may be in flight."""
         ...
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
@@ -137,6 +143,9 @@ class HostStepper:
     def collect(self) -> list[Picked]:
         feeds, scores = self._in_flight.popleft()
         return [pick(feed.sampler, row) if feed.wanted else Picked(-1) for feed, row in zip(feeds, scores, strict=True)]
+
+    def pick(self, sampler: Sampler, scores: torch.Tensor, /) -> Picked:
+        return pick(sampler, scores)
 
     def check(self, sequence: SequenceKV, sampler: Sampler, ids: Sequence[int], known: int, /) -> Checked:
         if self._runner is None or self._in_flight:

@@ -53,7 +53,7 @@ class AttentionKernels(FusedProducts):
                 return self._attend_rows(at, forms)
             if not isinstance(batch, PrefillChunk):
                 return self._attend_positions(at, forms, batch.positions, batch.positions, 0, 1)
-            return self._attend_chunk(at, forms, batch.start)
+            return self._attend_chunk(at, forms)
         parts = _store_arguments(heads, at)
         if not isinstance(batch, PrefillChunk):
             splits, workspace = SPLITS[power(count)], self.workspace
@@ -66,7 +66,7 @@ class AttentionKernels(FusedProducts):
         on_grid(store_heads, (count,))(
             *parts, HEADS=shape.heads, KV=shape.kv_heads, D=shape.head_dim, PADDED=padded, num_warps=8
         )
-        return self._attend_chunk(at, forms, batch.start)
+        return self._attend_chunk(at, forms)
 
     def attend_indexed(
         self, heads: AttentionHeads, at: AttentionOperands, indexer: Indexer, keyed: IndexerOperands
@@ -89,7 +89,7 @@ class AttentionKernels(FusedProducts):
         )  # fmt: skip
         seen = indexer.budget + indexer.ratio - 1
         if not held and isinstance(batch, PrefillChunk) and batch.start + count <= seen:
-            self._attend_chunk(at, forms, batch.start)
+            self._attend_chunk(at, forms)
             return True
         # A graph must fit every length up to that of the whole table. Programs after a row's last key block end at
         # once.
@@ -226,7 +226,7 @@ class AttentionKernels(FusedProducts):
         return out
 
     @staticmethod
-    def _attend_chunk(at: AttentionOperands, forms: dict[str, Any], start: int) -> torch.Tensor:
+    def _attend_chunk(at: AttentionOperands, forms: dict[str, Any]) -> torch.Tensor:
         count, narrow = at.qkv.shape[0], forms["D"] <= 128
         tile = 128 if count * forms["GP"] > 64 and narrow else 64
         on_grid(attend_chunk, (-(-count * forms["GP"] // tile), forms["KV"]))(
@@ -235,7 +235,7 @@ class AttentionKernels(FusedProducts):
             at.values,
             at.batch.tables,
             at.out,
-            start,
+            at.batch.positions,
             count,
             BM=tile,
             BN=64 if narrow else 32,

@@ -243,14 +243,14 @@ def attend_rows(
             tl.store(sums + row, weight_sum, there)
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit(do_not_specialize=["count"])
 def attend_chunk(
-    qkv, keys, values, table, out, start, count,
+    qkv, keys, values, table, out, positions, count,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows start..start + count - 1 of one sequence, their keys and values in the cache already. Grid (tiles of BM //
-    GP rows, KV).
+    """`count` rows of one sequence at ascending positions, their keys and values in the cache already. Grid (tiles of
+    BM // GP rows, KV).
 
     qkv [count, (HEADS + 2 KV) D], queries normed and rotated. A tile stacks the queries of its rows for one key/value
     head.
@@ -268,7 +268,8 @@ def attend_chunk(
     W: tl.constexpr = (HEADS + 2 * KV) * D
     q = tl.load(qkv + t[:, None].to(tl.int64) * W + (kv * G + g)[:, None] * D + d, mask=live, other=0.0)
     q = (q.to(tl.float32) * (1.4426950408889634 / D**0.5)).to(q.dtype)
-    end = start + tl.minimum((tile + 1) * BT, count)
+    own = tl.load(positions + t, mask=t < count, other=0)
+    end = tl.load(positions + tl.minimum((tile + 1) * BT, count) - 1) + 1
     top = tl.full([BM], -1e30, tl.float32)
     weight_sum = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
@@ -279,7 +280,7 @@ def attend_chunk(
         p = ((block * KV + kv) * 32 + (at + n) % 32)[:, None] * D + d
         k = tl.load(keys + p, mask=there, other=0.0)
         scores = tl.dot(q, k.T)
-        scores = tl.where((at + n)[None, :] <= (start + t)[:, None], scores, -1e30)
+        scores = tl.where((at + n)[None, :] <= own[:, None], scores, -1e30)
         best = tl.maximum(top, tl.max(scores, 1))
         weight = tl.exp2(scores - best[:, None])
         fade = tl.exp2(top - best)

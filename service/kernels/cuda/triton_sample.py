@@ -3,6 +3,9 @@
 A 16-bit score has 65,536 possible values, so the number of tokens per value gives order and probabilities. top_k,
 top_p, min_p and the draw are computed from these counts without sorting. Tokens of equal score are ordered by id. Sums
 are fp64, always in the same order.
+
+An adjusted row (bias, penalties, mask) has fp32 scores, which triton_adjust writes to `work`. Its ranks are steps of
+1/1024 in the logarithm of the probability, and tokens of one rank are ordered by id.
 """
 
 from __future__ import annotations
@@ -10,55 +13,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_adjust import adjusted, rank_below
+from .triton_plan import (
+    ADJUSTING,
+    FLAGS,
+    LIMIT,
+    MASS_UNIT,
+    MIN_P,
+    MODE,
+    POSITION,
+    SOURCE,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    VALUES,
+    bits_of,
+    floats_of,
+    planned,
+    planned_float,
+    ranks_of,
+)
 from .triton_primitives import early
-
-# Rows of a plan [PLAN_ROWS, batch] int32: the inputs of a step per sequence.
-TOKEN: tl.constexpr = tl.constexpr(0)  # the token to feed; -1: what row SOURCE of the step before chose
-SOURCE: tl.constexpr = tl.constexpr(1)
-POSITION: tl.constexpr = tl.constexpr(2)
-MODE: tl.constexpr = tl.constexpr(3)  # 0: greedy; 1: draw from all; 2: draw after top_k, top_p, min_p
-LIMIT: tl.constexpr = tl.constexpr(4)  # only ids below it may be chosen
-TOP_K: tl.constexpr = tl.constexpr(5)  # at most LIMIT
-TEMPERATURE: tl.constexpr = tl.constexpr(6)  # this and the next three are fp32
-TOP_P: tl.constexpr = tl.constexpr(7)
-MIN_P: tl.constexpr = tl.constexpr(8)
-UNIFORM: tl.constexpr = tl.constexpr(9)  # the draw in [0, 1): this plus a smaller number
-VALUES: tl.constexpr = tl.constexpr(65536)
-
-
-@triton.jit
-def planned(plan, row: tl.constexpr, b, batch):
-    """An integer of the plan."""
-    return tl.load(plan + row * batch + b)
-
-
-@triton.jit
-def planned_float(plan, row: tl.constexpr, b, batch):
-    """A float of the plan."""
-    return tl.load(plan + row * batch + b).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def floats_of(bits, HALF: tl.constexpr):
-    """16-bit floats given as integers, as fp32."""
-    if HALF == "bf16":
-        x = (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        x = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return x
-
-
-@triton.jit
-def ranks_of(bits):
-    """The bits of 16-bit floats as numbers from 0 to 65,535 in the order of the floats."""
-    u = bits & 0xFFFF
-    return tl.where(u >= 0x8000, 0xFFFF - u, u + 0x8000)
-
-
-@triton.jit
-def bits_of(rank):
-    """The inverse of `ranks_of`."""
-    return tl.where(rank >= 0x8000, rank - 0x8000, 0xFFFF - rank)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -108,21 +85,26 @@ def likeliest(
 
 @triton.jit(do_not_specialize=["batch"])
 def survey(
-    scores, plan, peaks, masses, broken, counts, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    scores, plan, peaks, masses, broken, counts, work, written, bias, masks, words, vocab, batch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, ADJUST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Per block of scores: the largest, the sum of exp((score - largest) / temperature), and the count of NaN.
 
     scores: the bits [batch, vocab] int16. If a row draws from a part, counts [batch, VALUES] gets the tokens per rank
-    (0 before).
+    (0 before). With ADJUST, the scores of adjusted rows go to work [batch, vocab] fp32 and `bin_scores` counts them.
     """
     b = tl.program_id(0)
     block = tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     live = i < planned(plan, LIMIT, b, batch)
+    flags = planned(plan, FLAGS, b, batch) & ADJUSTING
     early(PDL)
     bits = tl.load(scores + b.to(tl.int64) * vocab + i, mask=live, other=0).to(tl.int32)
     x = tl.where(live, floats_of(bits, HALF), float("-inf"))
+    if ADJUST:
+        if flags != 0:
+            x = adjusted(x, i, live, flags, plan, written, bias, masks, words, vocab, b, batch)
+            tl.store(work + b.to(tl.int64) * vocab + i, x, live)
     nan = tl.sum((x != x).to(tl.int32))
     x = tl.where(x != x, float("-inf"), x)
     peak = tl.max(x)
@@ -130,36 +112,47 @@ def survey(
     tl.store(broken + b * BLOCKS + block, nan)
     t = planned_float(plan, TEMPERATURE, b, batch)
     tl.store(masses + b * BLOCKS + block, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp((x - peak) / t))))
-    if planned(plan, MODE, b, batch) == 2:
+    if (planned(plan, MODE, b, batch) == 2) & ((ADJUST == 0) | (flags == 0)):
         tl.atomic_add(counts + b * VALUES + ranks_of(bits), 1, mask=live)
 
 
 @triton.jit
-def shares(counts, b, top, done, best, t, HALF: tl.constexpr, PADDED: tl.constexpr):
+def shares(
+    counts, weights, b, top, done, best, t, exact, HALF: tl.constexpr, ADJUST: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
     """The number of tokens of the PADDED ranks below `top`, from the highest, and the share exp((score - best) / t) of
-    each, fp64.
+    each, fp64. `exact`: every token of a rank has the same score; else the share is the mean of those in the rank.
     """
     rank = top - done - tl.arange(0, PADDED)
     there = rank >= 0
     n = tl.load(counts + b * VALUES + rank, mask=there, other=0)
     x = floats_of(bits_of(tl.maximum(rank, 0)), HALF)
-    return n, tl.where(n > 0, tl.exp((x - best) / t), 0.0).to(tl.float64)
+    share = tl.where(n > 0, tl.exp((x - best) / t), 0.0).to(tl.float64)
+    if ADJUST:
+        if exact == 0:
+            mass = tl.load(weights + b * VALUES + rank, mask=there, other=0).to(tl.float64) / MASS_UNIT
+            share = mass / tl.maximum(n, 1).to(tl.float64)
+    return n, share
 
 
 @triton.jit
 def kept_of(n, share, seen, before, k, edge, least):
-    """How many tokens of each rank top_k, top_p and min_p keep, with `seen` tokens of sum `before` above them."""
+    """How many tokens of each rank top_k, top_p and min_p keep, with `seen` tokens of sum `before` above them. The
+    first token is always kept."""
     left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
     mass = left.to(tl.float64) * share
     above = before + tl.cumsum(mass, 0) - mass
     fit = tl.ceil((edge - above) / tl.maximum(share, 1e-300))
     kept = tl.minimum(tl.maximum(fit, 0.0), left.to(tl.float64)).to(tl.int32)
-    kept = tl.where((seen == 0) & (tl.cumsum(n, 0) == n) & (n > 0), tl.maximum(kept, 1), kept)
-    return tl.where(share >= least, kept, 0), left
+    kept = tl.where(share >= least, kept, 0)
+    return tl.where((seen == 0) & (tl.cumsum(n, 0) == n) & (n > 0), tl.maximum(kept, 1), kept), left
 
 
 @triton.jit
-def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.constexpr, PADDED: tl.constexpr):
+def draw_from_part(
+    counts, weights, b, top, best, t, exact, k, whole, p, least, u,
+    HALF: tl.constexpr, ADJUST: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """(rank, index among the tokens of that rank) of a draw u in [0, 1) from the likeliest tokens.
 
     top: the highest rank that has a token, of score `best`. whole: the sum of all shares; negative: sum those of the
@@ -171,7 +164,7 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
         done = 0
         seen = 0
         while (seen < k) & (done <= top):
-            n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
+            n, share = shares(counts, weights, b, top, done, best, t, exact, HALF, ADJUST, PADDED)
             left = tl.minimum(tl.maximum(k - seen - (tl.cumsum(n, 0) - n), 0), n)
             total += tl.sum(left.to(tl.float64) * share)
             seen += tl.sum(n)
@@ -182,7 +175,7 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
     done = 0
     seen = 0
     while (seen < k) & (done <= top) & (above < edge):
-        n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
+        n, share = shares(counts, weights, b, top, done, best, t, exact, HALF, ADJUST, PADDED)
         kept, left = kept_of(n, share, seen, above, k, edge, least)
         mass += tl.sum(kept.to(tl.float64) * share)
         above += tl.sum(left.to(tl.float64) * share)
@@ -197,7 +190,7 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
     done = 0
     seen = 0
     while (found == 0) & (seen < k) & (done <= top) & (above < edge):
-        n, share = shares(counts, b, top, done, best, t, HALF, PADDED)
+        n, share = shares(counts, weights, b, top, done, best, t, exact, HALF, ADJUST, PADDED)
         kept, left = kept_of(n, share, seen, above, k, edge, least)
         part = kept.to(tl.float64) * share
         until = mass + tl.cumsum(part, 0)
@@ -223,8 +216,8 @@ def draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF: tl.cons
 
 @triton.jit(do_not_specialize=["batch"])
 def decide(
-    plan, peaks, masses, broken, counts, goals, rests, batch,
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    plan, peaks, masses, broken, counts, weights, goals, rests, batch,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ADJUST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `find` looks for in each row: goals [2, batch] = a rank and the index among its tokens (modes 0 and 2), or a
     block and the rest of the draw within it (mode 1, the rest in rests [batch]). The rank is -1 if a score is NaN or
@@ -240,6 +233,10 @@ def decide(
         top = ranks_of((best.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
     else:
         top = ranks_of(best.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32))
+    exact = 1
+    if ADJUST:
+        exact = ((planned(plan, FLAGS, b, batch) & ADJUSTING) == 0).to(tl.int32)
+        top = tl.where(exact == 1, top, VALUES - 1)
     rank = top
     index = 0
     mode = planned(plan, MODE, b, batch)
@@ -264,17 +261,42 @@ def decide(
                 whole = whole * 0 - 1
             p = planned_float(plan, TOP_P, b, batch).to(tl.float64)
             least = planned_float(plan, MIN_P, b, batch).to(tl.float64)
-            rank, index = draw_from_part(counts, b, top, best, t, k, whole, p, least, u, HALF, 1024)
+            rank, index = draw_from_part(
+                counts, weights, b, top, best, t, exact, k, whole, p, least, u, HALF, ADJUST, 1024
+            )
     tl.store(goals + b, tl.where(bad, -1, rank))
     tl.store(goals + batch + b, index)
 
 
+@triton.jit
+def scores_of(row, own, i, live, exact, HALF: tl.constexpr, ADJUST: tl.constexpr):
+    """(bits, scores fp32) of tokens i of a row: `own` where it is adjusted, else the 16-bit numbers."""
+    bits = tl.load(row + i, mask=live, other=0).to(tl.int32)
+    x = floats_of(bits, HALF)
+    if ADJUST:
+        if exact == 0:
+            x = tl.load(own + i, mask=live, other=float("-inf"))
+    return bits, x
+
+
+@triton.jit
+def at_goal(bits, x, rank, best, t, mode, exact, ADJUST: tl.constexpr):
+    """Which tokens have the rank that is looked for; without a draw, in an adjusted row, the best score."""
+    found = ranks_of(bits) == rank
+    if ADJUST:
+        if exact == 0:
+            found = tl.where(mode == 0, x == best, rank_below(x, best, t) == rank)
+    return found
+
+
 @triton.jit(do_not_specialize=["batch"])
 def find(
-    scores, plan, peaks, counts, goals, rests, matches, seen, chosen, vocab, batch,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    scores, plan, peaks, counts, weights, goals, rests, matches, seen, chosen, work, vocab, batch,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ADJUST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """chosen [batch]: the token that the goal of each row names, -1 if there is none. Resets `counts` and `seen` to 0.
+    """chosen [batch]: the token that the goal of each row names, -1 if there is none. Resets `counts`, `weights` and
+    `seen` to 0.
 
     Each program counts the tokens of the rank in its block. The last one of a row finds the block with the goal.
     """
@@ -282,25 +304,32 @@ def find(
     block = tl.program_id(1)
     limit = planned(plan, LIMIT, b, batch)
     mode = planned(plan, MODE, b, batch)
+    exact = ((planned(plan, FLAGS, b, batch) & ADJUSTING) == 0).to(tl.int32)
+    t = planned_float(plan, TEMPERATURE, b, batch)
     early(PDL)
     rank = tl.load(goals + b)
     j = tl.arange(0, BLOCK)
+    o = tl.arange(0, PADDED)
     row = scores + b.to(tl.int64) * vocab
+    own = work + b.to(tl.int64) * vocab
+    best = tl.max(tl.load(peaks + b * BLOCKS + o, mask=o < BLOCKS, other=float("-inf")))
     i = block * BLOCK + j
     if mode != 1:
-        ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
-        tl.store(matches + b * BLOCKS + block, tl.sum(((ranks == rank) & (i < limit)).to(tl.int32)))
+        bits, x = scores_of(row, own, i, i < limit, exact, HALF, ADJUST)
+        match = at_goal(bits, x, rank, best, t, mode, exact, ADJUST) & (i < limit)
+        tl.store(matches + b * BLOCKS + block, tl.sum(match.to(tl.int32)))
     if mode == 2:
         for at in range(block * BLOCK, VALUES, BLOCKS * BLOCK):
             tl.store(counts + b * VALUES + at + j, tl.zeros([BLOCK], tl.int32), at + j < VALUES)
+            if ADJUST:
+                tl.store(weights + b * VALUES + at + j, tl.zeros([BLOCK], tl.int64), at + j < VALUES)
     tl.debug_barrier()
     last = tl.atomic_add(seen + b, 1, sem="acq_rel") == BLOCKS - 1
     if last:
         tl.store(seen + b, 0)
         if mode == 1:
             i = rank * BLOCK + j
-            t = planned_float(plan, TEMPERATURE, b, batch)
-            x = floats_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32), HALF)
+            bits, x = scores_of(row, own, i, i < limit, exact, HALF, ADJUST)
             e = tl.where(
                 i < limit, tl.exp((x - tl.load(peaks + b * BLOCKS + rank, mask=rank >= 0, other=0.0)) / t), 0.0
             ).to(tl.float64)
@@ -308,13 +337,12 @@ def find(
             token = rank * BLOCK + tl.where(hit < BLOCK, hit, tl.max(tl.where(e > 0, j, 0)))
         else:
             index = tl.load(goals + batch + b)
-            o = tl.arange(0, PADDED)
             n = tl.load(matches + b * BLOCKS + o, mask=o < BLOCKS, other=0)
             until = tl.cumsum(n, 0)
             mine = tl.min(tl.where(until > index, o, BLOCKS - 1))
             index -= tl.sum(tl.where(o == mine, until - n, 0))
             i = mine * BLOCK + j
-            ranks = ranks_of(tl.load(row + i, mask=i < limit, other=0).to(tl.int32))
-            match = ((ranks == rank) & (i < limit)).to(tl.int32)
+            bits, x = scores_of(row, own, i, i < limit, exact, HALF, ADJUST)
+            match = (at_goal(bits, x, rank, best, t, mode, exact, ADJUST) & (i < limit)).to(tl.int32)
             token = mine * BLOCK + tl.min(tl.where((tl.cumsum(match, 0) == index + 1) & (match > 0), j, BLOCK - 1))
         tl.store(chosen + b, tl.where(rank < 0, -1, token))

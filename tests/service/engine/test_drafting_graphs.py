@@ -31,7 +31,8 @@ from stepping import OnTheCpu, ReplayedGraphs, stepping
 WAYS = {
     "greedy": Sampling(temperature=0.0),
     "drawn": Sampling(0.9, 20, 0.9, 0.02, seed=3),
-    "what only the host can choose": Sampling(0.8, 20, 0.9, 0.0, presence_penalty=0.5, seed=9),
+    "penalties": Sampling(0.8, 20, 0.9, 0.0, presence_penalty=0.5, seed=9),
+    "a bias and every penalty": Sampling(0.8, 0, 0.9, 0.05, 0.2, 0.1, 1.05, seed=9, logit_bias={9: 1.0, 30: -5.0}),
 }
 
 
@@ -78,15 +79,15 @@ def test_drafts_in_graphs_save_passes_and_change_nothing(model: OpenModel, stepp
     assert {key[0] for key in graphs.keys} >= {1, "check", "draft"}
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), chance=st.floats(0.0, 1.0), drawn=st.booleans())
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), chance=st.floats(0.0, 1.0), way=st.sampled_from(list(WAYS)))
 def test_any_drafts_in_graphs_leave_the_text_as_it_is(
-    model: OpenModel, stepper: OnTheCpu, seed: int, chance: float, drawn: bool
+    model: OpenModel, stepper: OnTheCpu, seed: int, chance: float, way: str
 ) -> None:
     """Drafts of any length, right up to any token, from the layer or invented."""
     draw, request = (
         random.Random(seed),
-        ask(WAYS["drawn" if drawn else "greedy"], ids=PROMPT[: 5 + seed % 30], max_tokens=30),
+        ask(WAYS[way], ids=PROMPT[: 5 + seed % 30], max_tokens=30),
     )
     wanted = written(model, replace(request, speculation=False)).ids
 

@@ -42,6 +42,7 @@ def test_all_kernels_and_formats_were_compared(found: dict[str, Any]):
         for rows in (1, 3, 20):
             assert any(form.startswith(f"{kernel} {held} ") and form.endswith(f"rows {rows}") for form in found)
     assert sum(form.startswith("attend ") for form in found) == 4
+    assert any(form.startswith("attend, padded ") for form in found)
 
 
 def test_what_the_kernels_are_not_for_is_said(caplog: pytest.LogCaptureFixture):

@@ -189,3 +189,21 @@ def test_a_file_replaced_between_give_way_and_wake_is_named(
     assert pool.used() == 0
     model.close()
     assert text(folder) == text(other)
+
+
+def test_a_file_truncated_while_its_model_is_away_is_named(
+    tmp_path: Path, make_pool: Callable[..., Pool], kernel_cache: Path
+):
+    """Its pages are cached and recorded by the pool then."""
+    folder = write_tiny_qwen3(tmp_path / "tiny", tokenizer=False)
+    pool = make_pool()
+    model = open_model(folder, pool=pool, context=64, device="cpu", kernel_cache=kernel_cache)
+    model.give_way()
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    with pytest.raises(FileError, match=rf"it had {size} bytes, now {size // 2}"):
+        list(model.generate(Request(ids=(1, 2), max_tokens=2)))
+    assert pool.used() == 0
+    assert pool.files.cached() <= size // 2 + 4096
+    model.close()

@@ -212,6 +212,7 @@ def test_the_command_shows_what_the_service_holds(server: Server, capsys: pytest
     document = json.loads(capsys.readouterr().out)
     assert {lease["owner"] for lease in document["leases"]} >= {MODEL}
     assert document["budget"]["used"] == held(server)
+    assert document["truth"]["checkpoint_pages"] > 0
     assert document["service"]["pid"] == (server.note.pid if server.note else 0)
     assert command.main(["memory", *config]) == 0
     assert MODEL in capsys.readouterr().out

@@ -36,6 +36,11 @@ def model(registry: Registry) -> OpenModel:
     return registry.open("tiny", context=CONTEXT)
 
 
+def _plain(sampler: Sampler) -> bool:
+    """Whether the choice depends on the scores and the draw alone."""
+    return not (sampler.penalized or sampler.biased or sampler.allowed or sampler.top is not None)
+
+
 class AheadStepper(HostStepper):
     """A device that computes at once what is launched, before anybody has seen the step before, with draws that it is
     given.
@@ -53,7 +58,7 @@ class AheadStepper(HostStepper):
         self._chosen: deque[list[Picked | tuple[Sampler, torch.Tensor]]] = deque()
 
     def runs_ahead(self, sampler: Sampler, /) -> bool:
-        return sampler.plain
+        return _plain(sampler)
 
     def launch(self, feeds: Sequence[Feed], /) -> None:
         assert len(self._chosen) <= self.ahead
@@ -75,7 +80,7 @@ class AheadStepper(HostStepper):
     def _picked(self, feed: Feed, row: torch.Tensor) -> Picked | tuple[Sampler, torch.Tensor]:
         if not feed.wanted:
             return Picked(-1)
-        if not feed.sampler.plain:
+        if not _plain(feed.sampler):
             return feed.sampler, row
         row = row.clone()
         drawn, feed.sampler.drawn = feed.sampler.drawn, feed.draw
