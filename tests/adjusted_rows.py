@@ -134,7 +134,7 @@ def _adjusted(sampler: Sampler, scores: torch.Tensor) -> torch.Tensor:
     if sampler.biased:
         ids = sampler.adjustments.biased
         part[ids] = np.clip(part[ids] + sampler.adjustments.biases, -3.4028234e38, 3.4028234e38)
-    sampler._penalize(part)
+    sampler._penalties.apply(part)
     mask = sampler.mask()
     if mask is not None:
         part[~mask] = -np.inf

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import PeerError
 from .random_gguf import random_gguf
+from .samplings import GREEDY
 from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 BATCH = 512
@@ -86,7 +87,9 @@ class LlamaCpp:
         self._read(0, ids)
         return time.perf_counter() - started
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+        if sampling != GREEDY:
+            raise PeerError("other engines are measured greedy only")
         self._forget()
         written = [self._read(row, ids) for row, ids in enumerate(prompts)]
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()

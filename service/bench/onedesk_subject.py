@@ -15,7 +15,7 @@ from ..engine.runner import CHUNK
 from ..errors import ModelError
 from ..memory.budget import MemorySettings
 from ..memory.machine_pool import make_pool
-from .samplings import sampling_case
+from .samplings import ASKED, GREEDY, SAMPLINGS
 from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 NEVER = -1e9  # added to the score of an end token
@@ -74,7 +74,7 @@ class OnedeskSubject:
         times, _ = self._run(ids, 1)
         return times[0] - started
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
         """Sequences begin one after the other, so the first get more tokens; only the time in which all decode
         counts.
         """
@@ -131,12 +131,12 @@ class OnedeskSubject:
             raise ModelError("nothing is loaded; load before measuring")
         return self._model
 
-    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False, sampling: str = "greedy") -> Request:
+    def _request(self, ids: Sequence[int], tokens: int, *, keep: bool = False, sampling: str = GREEDY) -> Request:
         """Without a prefix cache (unless that is measured) and draft tokens: they would count as computed tokens."""
-        case = sampling_case(sampling)
-        bias = {**dict.fromkeys(self._task.end_tokens, NEVER), **case.bias}
+        chosen, never = SAMPLINGS[sampling], dict.fromkeys(self._task.end_tokens, NEVER)
+        chosen = replace(chosen, logit_bias={**chosen.logit_bias, **never})
         same: dict[str, Any] = {"max_tokens": tokens, "prefix_reuse": keep, "speculation": False}
-        return Request(ids=tuple(ids), sampling=replace(case.sampling, logit_bias=bias), **same, **case.more)
+        return Request(ids=tuple(ids), sampling=chosen, **same, **ASKED.get(sampling, {}))
 
     def device_peak(self) -> int | None:
         return torch.cuda.max_memory_reserved() if self._task.device == "cuda" else None

@@ -30,7 +30,7 @@ from .ceiling import read_ceiling
 from .measuring_child import Engine, MeasuringChild
 from .onedesk_subject import lead_tokens
 from .page_cache import Residency, evict, read_whole
-from .samplings import PLAIN, ROWS, WORDS
+from .samplings import GREEDY
 from .shapes import SHAPES, random_checkpoint
 from .subject import SubjectSpec
 
@@ -55,14 +55,14 @@ RUN_TITLES = (
     "PEAK GB",
     "MAJOR FAULTS A TOKEN",
     "ALLOCATIONS A TOKEN",
-    "OF PLAIN",
+    "OF FIRST",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, each `cycles`
-    times. `sampling`: the rows of decode, see samplings.ROWS; only "greedy" has a peer.
+    """What to measure: `tokens` to decode after `prompt` tokens, in batches of the sizes `batches`, with each of
+    `samplings` (keys of SAMPLINGS), each `cycles` times.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ class BenchPlan:
     cycles: int = 5
     against: Literal["transformers", "llama.cpp"] | None = None
     batches: tuple[int, ...] = (1,)
-    sampling: str = "greedy"
+    samplings: tuple[str, ...] = (GREEDY,)
 
 
 def measure(plan: BenchPlan, config: Config, roots: ModelRoots) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _run_line(row: dict[str, Any]) -> tuple[str, ...]:
     speed = (f"{row['tokens_per_second']:.2f}", f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share']:.0%}")
     speed = (*speed, shown_speed(row.get("expected_tokens_per_second")))
     rows = (row["engine"], row["sampling"], str(row["batch"]), str(row["prompt"]), str(row["tokens"]))
-    plain = f"{row['of_plain']:.3f}" if "of_plain" in row else "-"
-    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts), plain)
+    first = f"{row['of_first']:.3f}"
+    return (*rows, *speed, f"{row['peak_bytes'] / 1e9:.2f}", *("-" if n is None else f"{n:g}" for n in counts), first)
 
 
 def find_model(name: str, config: Config, roots: ModelRoots) -> Path:
@@ -197,13 +197,12 @@ def bytes_per_pass(checkpoint: Checkpoint, plan: BenchPlan, engine: Engine = "on
 
 def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[MeasuringChild]) -> list[dict[str, Any]]:
     prompts = [random_prompt(checkpoint, plan.prompt, seed) for seed in range(1, max(plan.batches) + 1)]
-    samplings = _samplings(plan, checkpoint)
     measured = [
         _Case(worker, batch, sampling)
         for batch in plan.batches
         for worker in workers
         if batch == 1 or worker.engine in BATCHED
-        for sampling in samplings
+        for sampling in (plan.samplings if worker.engine == "onedesk" else (GREEDY,))
     ]
     samples: dict[_Case, list[dict[str, Any]]] = {case: [] for case in measured}
     for worker in workers:
@@ -219,16 +218,8 @@ def _run_rows(plan: BenchPlan, checkpoint: Checkpoint, workers: Sequence[Measuri
         _run_row(case, plan, found, bytes_per_pass(checkpoint, plan, case.worker.engine))
         for case, found in samples.items()
     ]
-    plain = {row["batch"]: row["tokens_per_second"] for row in reversed(rows) if row["engine"] == "onedesk"}
-    if len(samplings) > 1:
-        rows = [row | {"of_plain": row["tokens_per_second"] / plain[row["batch"]]} for row in rows]
-    return rows
-
-
-def _samplings(plan: BenchPlan, checkpoint: Checkpoint) -> Sequence[str]:
-    """The rows of a measurement. A schema needs a tokenizer, which random weights lack."""
-    names = ROWS[plan.sampling] if plan.kind == "decode" else ("greedy",)
-    return names if (checkpoint.folder / "tokenizer.json").is_file() else [name for name in names if name != "schema"]
+    first = {(row["engine"], row["batch"]): row["tokens_per_second"] for row in reversed(rows)}
+    return [row | {"of_first": row["tokens_per_second"] / first[row["engine"], row["batch"]]} for row in rows]
 
 
 def _with_estimates(
@@ -245,10 +236,10 @@ def _with_estimates(
 
 
 def _with_expected(row: dict[str, Any], reads: TokenReads, speed: DecodeSpeed) -> dict[str, Any]:
-    """The row of Onedesk's own plain decode at batch 1 with the speed that was to be expected before this run, and the
+    """The row of Onedesk's own decode at batch 1 with the speed that was to be expected before this run, and the
     measured one relative to it; None in other rows.
     """
-    if (row["engine"], row["batch"]) != ("onedesk", 1) or row["sampling"] not in PLAIN:
+    if (row["engine"], row["batch"]) != ("onedesk", 1):
         return row | {"expected_tokens_per_second": None, "expected_ratio": None}
     expected, measured = speed.tokens_per_second(reads), row["tokens_per_second"]
     return row | {"expected_tokens_per_second": expected, "expected_ratio": measured / expected}
@@ -274,7 +265,7 @@ class _Case:
 
 def _run_row(case: _Case, plan: BenchPlan, samples: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
     row: dict[str, Any] = {"engine": case.worker.engine, "batch": case.batch, "prompt": plan.prompt}
-    row["sampling"] = WORDS[case.sampling]
+    row["sampling"] = case.sampling
     peak = {"peak_bytes": max(sample["peak_bytes"] for sample in samples)}
     if plan.kind == "prefill":
         seconds = statistics.median(sample["seconds"] for sample in samples)

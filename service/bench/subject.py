@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from .samplings import GREEDY
+
 
 @dataclass(frozen=True, slots=True)
 class SubjectSpec:
@@ -94,9 +96,10 @@ class Subject(Protocol):
         """Seconds from the prompt's ids to the first token, greedy."""
         ...
 
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
-        """Decode after all prompts as one batch: about `tokens` steps. `sampling`: a row of samplings.ROWS; engines
-        other than Onedesk are asked for "greedy" alone."""
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+        """Decode after all prompts as one batch: about `tokens` steps. `sampling`: a key of SAMPLINGS; other engines
+        are measured greedy only, and raise PeerError.
+        """
         ...
 
     def prefix(self, ids: Sequence[int], tails: Sequence[Sequence[int]]) -> Prefix:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
+from .samplings import GREEDY
 from .subject import DecodeSample, FirstToken, Prefix, SubjectSpec, Wake
 
 
@@ -58,7 +59,9 @@ class Transformers:
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str) -> DecodeSample:
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, sampling: str = GREEDY) -> DecodeSample:
+        if sampling != GREEDY:
+            raise PeerError("other engines are measured greedy only")
         token, cache = self._step(torch.tensor([list(ids) for ids in prompts], device=self._task.device), None)
         faults, started = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
         for _ in range(tokens - 1):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from ..bench.samplings import GREEDY, SAMPLINGS
 from ..config import load_config
 from ..console import UsageError, write_json
+from ..loader.files import short
 from .options import SUCCESS, Subcommands, batches, whole_from
 
 
@@ -24,16 +26,21 @@ def add_to(subcommands: Subcommands) -> None:
     )
     prompt = "tokens of the prompt; default 512, decode 128, wake 16"
     parser.add_argument("--prompt", type=whole_from(1), default=0, metavar="N", help=prompt)
+    sampling = f"settings to decode with, in turn: {', '.join(SAMPLINGS)}; default greedy"
+    parser.add_argument("--sampling", type=_samplings, default=[GREEDY], metavar="NAME,...", help=sampling)
     cycles = "repetitions of each measurement; default 5, handover 300"
     parser.add_argument("--cycles", type=whole_from(1), default=0, metavar="N", help=cycles)
-    sampling = (
-        "how decode samples: greedy (the default), or card: a row with the model card's settings, and rows with"
-        " presence 1.5, repetition 1.1, a bias, log-probabilities and a JSON schema as well"
-    )
-    parser.add_argument("--sampling", choices=("greedy", "card"), default="greedy", help=sampling)
     parser.add_argument(
         "--against", choices=("transformers", "llama.cpp"), help="measure this engine too, in the same run"
     )
+
+
+def _samplings(text: str) -> list[str]:
+    """Read "greedy,card"."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SAMPLINGS]:
+        raise argparse.ArgumentTypeError(f"{short(unknown[0])} is none of {', '.join(SAMPLINGS)}")
+    return names
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,16 +55,28 @@ def run(args: argparse.Namespace) -> int:
             f"--batch {','.join(map(str, args.batch))}: only decode is measured in batches, of up to {MAX_BATCH}"
             " sequences"
         )
-    if args.sampling != "greedy" and (args.kind != "decode" or args.against):
-        raise UsageError("--sampling card: only decode of Onedesk itself is measured so; leave --against out")
+    if args.sampling != [GREEDY] and args.kind != "decode":
+        raise UsageError(
+            f"--sampling {','.join(args.sampling)}: only decode is measured with settings other than greedy"
+        )
     config = load_config(args.config)
     name = args.model or ("" if args.kind == "handover" else default_model(config))
     if name is None:
         raise UsageError(
             "no model is named; use --model NAME, FOLDER, FILE, or a shape such as qwen3-0.6b (random weights)"
         )
-    sizes = (args.tokens, args.prompt, args.cycles)
-    plan = BenchPlan(args.kind, name, args.quant, args.device, *sizes, args.against, tuple(args.batch), args.sampling)
+    plan = BenchPlan(
+        args.kind,
+        name,
+        args.quant,
+        args.device,
+        args.tokens,
+        args.prompt,
+        args.cycles,
+        args.against,
+        tuple(args.batch),
+        tuple(args.sampling),
+    )
     document = measure_kind(plan, config, model_roots(config))
     write_json(document) if args.json else print(kind_table(document))
     return SUCCESS

@@ -130,7 +130,8 @@ class Runner:
         """Prefill `ids` after the sequence, or one chunk of them where not `whole`; `report` gets how many are done.
         `pictures` are those of the whole sequence.
 
-        Returns the scores [vocab] for the next token. `cancel` and `restart` are asked before each layer of each chunk.
+        Returns the scores [vocab] for the next token. `cancel` and `restart` are asked before each layer of each chunk,
+        or once where the chunk is a graph.
         Raises Stopped when `cancel` is true, PassRestarted when `restart` is.
         """
         state, done = torch.empty(0), 0

@@ -73,16 +73,15 @@ class Sampler:
         self.corrected: Callable[[int], int] | None = None
         # Tokens that were sampled and accepted: the number of the next draw.
         self.drawn = 0
-        # All accepted tokens, the forced ones too.
-        self.written: list[int] = []
         self._draws = draws_of(seed)
         self._uniforms: list[float] = []
         self._exps: np.ndarray | None = None
         self.adjustments = Adjustments(sampling, prompt, limit) if adjustments is None else adjustments
         self._penalties = Penalties(sampling, self.adjustments.prompt, limit)
+        # All accepted tokens, the forced ones too.
+        self.written: list[int] = []
         # Whether the scores depend on the tokens so far, and whether there is a bias.
-        self.penalized = self._penalties.active
-        self.biased = len(self.adjustments.biased) > 0
+        self.penalized, self.biased = self._penalties.active, len(self.adjustments.biased) > 0
 
     @property
     def greedy(self) -> bool:
@@ -115,8 +114,7 @@ class Sampler:
 
     def mask(self) -> np.ndarray | None:
         """The ids that may come next, bool [limit], or None for all. Raises RequestError where none may."""
-        allowed = None if self.allowed is None else self.allowed()
-        if allowed is None:
+        if self.allowed is None or (allowed := self.allowed()) is None:
             return None
         allowed = allowed[: self.limit]
         if not allowed.any():

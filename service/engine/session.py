@@ -403,6 +403,7 @@ def build_runner(
     if draft_shape is not None:
         layer = build_draft(config, tensors, network, rotary)
         drafting = Drafting(layer, draft_shape, passes, (kv, scratch), graphs)
-    short = short_passes(scratch, network, pages, passes, graphs) if blueprint.device.type == "cuda" else None
+    dense = blueprint.device.type == "cuda" and config.experts is None  # with experts it was not measured yet
+    short = short_passes(scratch, network, pages, passes, graphs) if dense else None
     runner = Runner(network, pages, passes, buffers, gate, drafting, rotary, short)
     return runner, graph_stepper(runner, scratch, widths.vocab, graphs) or HostStepper(runner)

@@ -1,4 +1,4 @@
-"""The end of a prompt whose beginning is in the prefix cache, as a CUDA graph: one launch instead of hundreds."""
+"""The end of a prompt whose prefix is in the cache, as a CUDA graph: one launch instead of hundreds."""
 
 from __future__ import annotations
 

@@ -82,8 +82,9 @@ class ForwardBatch:
     pictures: which rows stand for pictures, each with what replaces them [1 + taps, rows, hidden]: the first in place
     of their embeddings, the others added after the first layers.
 
-    A CUDA graph of up to FEW_ROWS rows is replayed at other positions. Kernels that a graph can hold therefore read
-    positions from the device only, never `longest` or PrefillChunk.start.
+    A CUDA graph of up to FEW_ROWS rows, or of the end of a prompt (engine/short_passes), is replayed at other
+    positions. Kernels that a graph can hold therefore read positions from the device only, never `longest` or
+    PrefillChunk.start.
     """
 
     positions: torch.Tensor

@@ -98,23 +98,30 @@ def test_the_expected_speed_is_that_of_the_last_measurement(model, tmp_path):
     assert again["expected_tokens_per_second"] == pytest.approx(alone["tokens_per_second"] * change)
 
 
-@pytest.mark.parametrize("tokenizer", [False, True])
-def test_the_cards_sampling_has_a_row_for_each_addition(tmp_path, tokenizer):
-    """A schema is measured where there is a tokenizer."""
-    named = write_tiny_qwen3(tmp_path / "named", context=256, tokenizer=tokenizer)
-    rows = run("decode", named, tmp_path, batches=(1, 2), sampling="card")["rows"]
-    words = ["card", "card, presence 1.5", "card, repetition 1.1", "card, a bias", "card, logprobs 5"]
-    words += ["card, JSON schema"] if tokenizer else []
-    assert [(row["batch"], row["sampling"]) for row in rows] == [(batch, word) for batch in (1, 2) for word in words]
+def test_sampling_settings_are_measured_in_turn_beside_a_greedy_peer(model, tmp_path):
+    document = run("decode", model, tmp_path, against="transformers", samplings=("card", "card+presence"))
+    found = [(row["engine"], row["sampling"]) for row in document["rows"]]
+    assert found == [("onedesk", "card"), ("onedesk", "card+presence"), ("transformers", "greedy")]
+    assert "card+presence" in kind_table(document)
+
+
+def test_a_bias_logprobs_and_a_schema_are_measured_relative_to_the_first(tmp_path):
+    named = write_tiny_qwen3(tmp_path / "named", context=256)
+    asked = ("card", "card+bias", "card+logprobs", "card+schema")
+    rows = run("decode", named, tmp_path, batches=(1, 2), samplings=asked)["rows"]
+    assert [(row["batch"], row["sampling"]) for row in rows] == [(batch, name) for batch in (1, 2) for name in asked]
     for row in rows:
         plain = next(other for other in rows if other["batch"] == row["batch"])
-        assert row["of_plain"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+        assert row["of_first"] == row["tokens_per_second"] / plain["tokens_per_second"]
 
 
-def test_a_peer_has_no_rows_of_the_cards_sampling(model, capsys):
-    options = ["bench", "decode", "--sampling", "card", "--against", "transformers", "--model", str(model), "--json"]
-    assert cli.main(options) == 2
-    assert "leave --against out" in json.loads(capsys.readouterr().out)["error"]["message"]
+@pytest.mark.parametrize(
+    ("kind", "value", "told"),
+    [("decode", "card,hot", "'hot' is none of greedy, card"), ("prefill", "card", "only decode is measured with")],
+)
+def test_sampling_settings_that_cannot_be_measured_are_refused(model, kind, value, told, capsys):
+    assert cli.main(["bench", kind, "--model", str(model), "--sampling", value]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_an_end_token_does_not_end_a_measurement(model, tmp_path):
@@ -259,6 +266,7 @@ def test_the_published_shapes_have_their_sizes():
         "qwen3-8b": 8.19,
         "qwen3.5-toy": 0.20,
         "qwen3.5-0.8b": 0.75,
+        "qwen3.5-4b": 4.21,
     }
 
 

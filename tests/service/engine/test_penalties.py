@@ -69,7 +69,7 @@ def test_they_are_those_of_the_whole_text(
 
 def test_choices_that_share_a_prompt_do_not_share_what_they_write() -> None:
     first = sampler((3, 5), 40, temperature=0.0, repetition_penalty=2.0)
-    second = Sampler(first.sampling, 1, (), 40, adjustments=first._adjustments)
+    second = Sampler(first.sampling, 1, (), 40, adjustments=first.adjustments)
     first.accept(7)
     scores = torch.ones(40)
     second.choose(scores)

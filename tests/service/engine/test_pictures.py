@@ -203,7 +203,7 @@ def test_what_cannot_be_read_is_refused_before_any_work(model: OpenModel):
     ):
         model.generate(asked(question(1), large, pixels=10**7))
     with pytest.raises(
-        RequestError, match=r"there are 1 places for pictures, but 2 pictures.*image token 500 must stand once"
+        RequestError, match=r"there are 1 runs of image tokens, but 2 pictures.*image token 500 must stand once"
     ):
         model.generate(asked(question(1), small, small))
     with pytest.raises(RequestError, match=r"2 places for pictures, but 1 pictures"):
