@@ -29,6 +29,7 @@ from .engine.leaks import LeakReport
 from .engine.picture_reader import PictureReader
 from .engine.prepare import check_ids, prepare, prepare_all, require_head
 from .engine.prepare_pictures import place_pictures
+from .engine.reranking import PairPrompts, relevances
 from .engine.scoring import block_count, score_windows
 from .engine.session import Blueprint, Session, draw_blueprint, pick_context, pick_device
 from .engine.session_owner import SessionOwner
@@ -331,6 +332,23 @@ class OpenModel:
         self.check_fits(ids)
         with self._owner.use("embed", cancel) as session:
             return session.runner.final_state(ids, cancel).tolist()
+
+    def pair_prompts(self, query: str, instruction: str = "") -> PairPrompts:
+        """The prompts that ask whether a document meets `query`. Raises RequestError without an output matrix,
+        ModelError for a tokenizer without the tokens yes and no."""
+        require_head(self._blueprint)
+        return PairPrompts(self.tokenizer, query, instruction)
+
+    def rank(
+        self, prompts: Sequence[Sequence[int]], answers: tuple[int, int], *, cancel: CancelCheck | None = None
+    ) -> list[float]:
+        """The probability, 0 to 1, of the first of the ids `answers` against the second after each prompt. Raises
+        Cancelled, and as `check_fits`."""
+        require_head(self._blueprint)
+        for ids in prompts:
+            self.check_fits(ids)
+        with self._owner.use("rank", cancel) as session:
+            return relevances(session.runner, prompts, answers, cancel)
 
     def check_fits(self, ids: Sequence[int]) -> None:
         """Raise RequestError unless `ids` are one or more of the model's token ids, and no more than the context."""

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from ..config import own_version
 from ..console import UsageError, discard_stdout, failure, make_streams_safe, write_json
 from ..errors import Cancelled, OnedeskError
-from . import bench, chat, demo, describe, doctor, generate, memory, models, pull, quantize, score, serve
+from . import bench, chat, demo, describe, doctor, generate, knowledge, memory, models, pull, quantize, score, serve
 from .options import FAILURE, INTERRUPTED, USAGE, Parser, Subcommands, as_typed
 
 log = logging.getLogger(__name__)
 
 # In the order of `onedesk --help`.
-SUBCOMMANDS = (generate, chat, describe, score, models, pull, quantize, memory, doctor, bench, serve, demo)
+SUBCOMMANDS = (generate, chat, describe, score, models, pull, quantize, memory, knowledge, doctor, bench, serve, demo)
 NO_COMMAND = 'no command was given; try onedesk models, or onedesk generate "a cat on a mat"; onedesk --help lists all'
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 _FORMATS = ("onedesk: %(message)s", logging.BASIC_FORMAT)  # the logger's name is useful with -v only

@@ -21,7 +21,7 @@ SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Default of --model. Subcommands that open no model have no default.
 _MODEL_DEFAULTS: Mapping[str, str] = {
     **dict.fromkeys(("models", "serve"), "; default: all"),
-    **dict.fromkeys(("memory", "doctor", "demo", "pull"), ""),
+    **dict.fromkeys(("memory", "doctor", "demo", "pull", "knowledge"), ""),
 }
 _ONE_MODEL = "; default: the configured or the only one"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,40}")

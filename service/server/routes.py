@@ -16,9 +16,10 @@ from .memory import release, set_policy, show_memory, sleep, wake
 from .messages_api import count_tokens, messages
 from .messages_requests import COUNT_TOKENS, MESSAGES
 from .metrics import metrics
+from .rerank import rerank
 from .responses_api import responses
 from .responses_requests import RESPONSES
-from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE, SLEEP
+from .schemas import CHAT, COMPLETION, EMBEDDINGS, HEARTBEAT_OF_LEASE, LEASE, NOTHING, POLICY, RELEASE, RERANK, SLEEP
 from .service import Service
 
 Handler = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
@@ -49,6 +50,7 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", CHAT, _GENERATING, streams=True),
     Route("POST", "/v1/completions", completions, "Go on with a text.", COMPLETION, _GENERATING, streams=True),
     Route("POST", "/v1/embeddings", embeddings, "A vector for each text.", EMBEDDINGS, _GENERATING),
+    Route("POST", "/v1/rerank", rerank, "Documents by their relevance to a query.", RERANK, _GENERATING),
     Route(
         "POST", "/v1/responses", responses, "Answer as OpenAI's Responses API.", RESPONSES, _GENERATING, streams=True
     ),

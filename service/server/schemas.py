@@ -11,6 +11,7 @@ from ..core import CHOICES_LIMIT, LOGPROBS_LIMIT, QUANTIZATIONS
 
 NAME_LIMIT = 512
 INPUTS_LIMIT = 2048  # texts per embeddings request
+DOCUMENTS_LIMIT = 1024  # documents per rerank request
 TOOLS_LIMIT = 256  # tools per request, calls per message
 MESSAGES_LIMIT, PARTS_LIMIT = 10_000, 1024  # messages per conversation, parts per message
 STOPS_LIMIT, BIASES_LIMIT = 10_000, 10_000
@@ -220,6 +221,29 @@ EMBEDDINGS: Mapping[str, Any] = {
             "string", description="The task, for the texts of queries: Instruct: TASK, then Query:TEXT."
         ),
         "user": _optional("string"),
+        "onedesk": OWN,
+    },
+}
+
+RERANK: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["query", "documents"],
+    "properties": {
+        "model": _MODEL,
+        "query": _TEXT,
+        "documents": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": DOCUMENTS_LIMIT,
+            "items": {"anyOf": [_TEXT, {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}]},
+        },
+        "top_n": _optional("integer", minimum=1, description="The first so many results; left out: all."),
+        "return_documents": _optional("boolean", description="true: each result has its document."),
+        "max_tokens_per_doc": _optional(
+            "integer", minimum=1, description="A longer document is cut to so many tokens; left out: it is refused."
+        ),
+        "instruction": _optional("string", description="The task in words; left out: that of a web search."),
+        "onedesk": OWN,
     },
 }
 

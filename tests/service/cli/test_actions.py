@@ -209,6 +209,6 @@ def test_help_has_every_option_and_default():
         "check",
         "plan",
     }
-    free |= {"memory", "images", "image", "against", "uds", "roots", "name", "local", "files"}
+    free |= {"memory", "images", "image", "against", "uds", "roots", "name", "local", "files", "action", "rest"}
     valued = {(name, action.dest) for name, action in options if action.nargs != 0 and action.dest not in free}
     assert [key for key in valued if "default" not in told[key]] == []

@@ -217,7 +217,7 @@ def described(server: Server) -> Any:
 
 # Sleeping would let every later test wait; it has tests of its own.
 OPERATIONS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models/{name}"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/models/{name}"),
     *("/v1/memory/release", "/v1/memory/policy", "/v1/memory/leases", "/v1/memory/leases/{key}"),
 )
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
