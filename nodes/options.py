@@ -43,7 +43,7 @@ def _bias(number: int, line: str) -> tuple[int | str, float]:
 
 def parse_layers(text: str) -> tuple[int, ...]:
     """`3, 6` or `-2`: the blocks after which states are taken, negative from the end. Raises RequestError for a part
-    that is no number.
+    that is not a number.
     """
     parts = [part for part in re.split(r"[,;\s]+", text.strip()) if part]
     try:

@@ -299,7 +299,7 @@ def _hub(path: Path, table: Mapping[str, Any]) -> HubSettings:
 def _path(where: str, tree: Path, text: str) -> Path:
     """`text` as a path; a relative one starts at the tree."""
     if "\0" in text:
-        raise FileError(f"{where} has {text!r}, which is no path; write a folder's path")
+        raise FileError(f"{where} has {text!r}, which is not a path; write a folder's path")
     try:
         return tree / Path(text).expanduser()
     except RuntimeError as error:

@@ -98,7 +98,7 @@ def write_json(document: Any) -> None:
 
 
 def show_progress(progress: Progress) -> None:
-    """Keep one line of a terminal's stderr up to date; does nothing if stderr is no terminal."""
+    """Keep one line of a terminal's stderr up to date; does nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         return
     share = progress.done / max(1, progress.total)

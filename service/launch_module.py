@@ -23,7 +23,7 @@ def load_package(folder: Path) -> None:
         NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None:
-        raise ImportError(f"{folder} is no package; install it again")
+        raise ImportError(f"{folder} is not a package; install it again")
     package = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = package
     spec.loader.exec_module(package)

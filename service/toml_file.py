@@ -43,7 +43,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     size = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else math.inf
     if size > _LARGEST_SIZE:
-        raise ValueError(f"{text[:40]!r} is no size; write for example 4GiB, 512MiB or a number of bytes")
+        raise ValueError(f"{text[:40]!r} is not a size; write for example 4GiB, 512MiB or a number of bytes")
     return int(size)
 
 

@@ -35,7 +35,7 @@ def add_to(subcommands: Subcommands) -> None:
         "--bandwidth",
         type=rate,
         metavar="RATE",
-        help="expect the decode speed of a machine whose memory reads this much, such as 273GB/s",
+        help="expect the decode speed of a machine whose memory reads this much, such as 273GB/s; default: this one",
     )
     parser.add_argument(
         "--nodes", type=whole_from(1), default=1, metavar="N", help="plan for N such machines together; default 1"

@@ -185,7 +185,7 @@ def _memory(config: Config, device: str) -> Iterator[Check]:
 
 
 def _backends(config: Config, device: str) -> Iterator[Check]:
-    """What each kind of memory can do here. A missing one is no fault, since it is optional."""
+    """What each kind of memory can do here. A missing one is not a fault, since it is optional."""
     from ..api import pick_device
     from ..catalog.memory_report import abilities
     from ..memory.backends.choose_backend import describe_backends

@@ -12,7 +12,7 @@ from .options import SUCCESS, Subcommands, rate
 def add_to(subcommands: Subcommands) -> None:
     """Add `models` to the command."""
     parser = subcommands.add("models", run, "The models that can be opened, whether they fit, and the speed to expect.")
-    speed = "expect the decode speed of a machine whose memory reads this much, such as 273GB/s"
+    speed = "expect the decode speed of a machine whose memory reads this much, such as 273GB/s; default: this one"
     parser.add_argument("--bandwidth", type=rate, metavar="RATE", help=speed)
 
 

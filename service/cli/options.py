@@ -75,7 +75,7 @@ def token_ids(text: str) -> tuple[int, ...]:
     """Read "1,2,3"."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
-        raise argparse.ArgumentTypeError(f"{short(text)} is no list of token ids; write for example 1,2,3")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a list of token ids; write for example 1,2,3")
     return tuple(map(int, parts))
 
 
@@ -84,7 +84,7 @@ def whole_from(low: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= low):
-            raise argparse.ArgumentTypeError(f"{short(text)} is no whole number from {low}, of at most 19 digits")
+            raise argparse.ArgumentTypeError(f"{short(text)} is not a whole number from {low}, of at most 19 digits")
         return int(text)
 
     return read
@@ -93,24 +93,30 @@ def whole_from(low: int) -> Callable[[str], int]:
 def whole(text: str) -> int:
     """Read a whole number; its range is checked with the request."""
     if not _WHOLE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{short(text)} is no whole number; write for example 64")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a whole number; write for example 64")
     return int(text)
 
 
 def number(text: str) -> float:
     """Read a number; its range is checked with the request."""
     if not _NUMBER.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{short(text)} is no number; write for example 0.7")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a number; write for example 0.7")
     return float(text)
 
 
+_LEAST_SIZE = 1 << 20
+
+
 def size(text: str) -> int:
-    """Read bytes: "24GiB", "512MiB", or a whole number."""
+    """Read bytes: "24GiB", "512MiB", or a whole number from 1 MiB: a smaller one lacks its unit."""
     try:
-        return parse_bytes(text)
+        value = parse_bytes(text)
+        if value < _LEAST_SIZE and text.strip().isdigit():
+            raise argparse.ArgumentTypeError(f"{text.strip()} is so many bytes; add the unit, such as {text.strip()}GiB")
+        return value
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{short(text)} is no size; write for example 24GiB, 512MiB or a number of bytes"
+            f"{short(text)} is not a size; write for example 24GiB, 512MiB or a number of bytes"
         ) from None
 
 
@@ -122,7 +128,7 @@ def rate(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{short(text)} is no memory bandwidth; write for example 273GB/s")
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a memory bandwidth; write for example 273GB/s")
     return value
 
 

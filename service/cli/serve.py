@@ -113,6 +113,8 @@ def _plan(args: argparse.Namespace) -> ServePlan:
     port = config.service.port if args.port is None else args.port
     if port > 65535:
         raise UsageError(f"--port is {port}; use 0 to 65535")
+    if args.uds is not None and str(args.uds) == ".":
+        raise UsageError("--uds is empty; give the path of the socket to make")
     if args.uds is not None and (args.host is not None or args.port is not None):
         raise UsageError("--uds goes without --host and --port; give one or the other")
     if args.no_token and args.token_file is not None:

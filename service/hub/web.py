@@ -219,9 +219,7 @@ class Web:
         """Wait before attempt `tries` + 1. Raises PeerError after the last one, or if the server asks for too long."""
         limits = self.limits
         if tries >= (limits.tries if self.answered else min(limits.tries, limits.first_tries)):
-            raise PeerError(
-                f"{error}, {tries} times in a row; run the command again later, or use another --from"
-            ) from error
+            raise PeerError(f"{error}, in {tries} tries; run the command again later, or use another --from") from error
         wait = min(limits.longest_backoff, limits.backoff * 2 ** (tries - 1)) if error.wait is None else error.wait
         if wait > limits.longest_wait:
             raise PeerError(

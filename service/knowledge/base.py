@@ -145,7 +145,7 @@ def base_of(folder: Path, name: str) -> KnowledgeBase:
     """The base `name` in `folder`. Raises RequestError for a name that is none."""
     if not _NAME.fullmatch(name):
         raise RequestError(
-            f"{name!r} is no name of a knowledge base; use up to 64 letters, digits, spaces, dots, dashes and"
+            f"{name!r} is not a name of a knowledge base; use up to 64 letters, digits, spaces, dots, dashes and"
             " underscores"
         )
     return KnowledgeBase(folder / f"{name}.sqlite")

@@ -76,12 +76,12 @@ class TextParts:
 
 def decode_text(content: bytes, name: str) -> str:
     """Text in UTF-8, in UTF-16 with a byte order mark, in GB 18030, else in Latin-1. Raises FileError for a file that
-    is no text."""
+    is not text."""
     for mark, encoding in ((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")):
         if content.startswith(mark):
             return content.decode(encoding, "replace")
     if b"\0" in content:
-        raise FileError(f"{name} is no text: it has null bytes; save it as UTF-8")
+        raise FileError(f"{name} is not text: it has null bytes; save it as UTF-8")
     for encoding in ("utf-8-sig", "gb18030"):
         try:
             return content.decode(encoding)

@@ -54,7 +54,7 @@ def read_content(path: Path) -> bytes:
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
-        raise FileError(f"{path.name!a} has a name that is no UTF-8; rename it") from error
+        raise FileError(f"{path.name!a} has a name that is not UTF-8; rename it") from error
     try:
         with path.open("rb") as file:
             content = file.read(SOURCE_LIMIT + 1)

@@ -134,7 +134,7 @@ def _tensor(name: str, entry: Mapping[str, Any], where: str, data_start: int, so
         )
     if bits % 8:
         raise FileError(
-            f"{where} of {dtype} {say(shape)} has {bits} bits, which is no whole number of bytes; {DAMAGED}"
+            f"{where} of {dtype} {say(shape)} has {bits} bits, which is not a whole number of bytes; {DAMAGED}"
         )
     if bits // 8 != end - begin:
         raise FileError(

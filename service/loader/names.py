@@ -100,7 +100,7 @@ class ModelRoots:
                 raise FileError(f"the model {short(name)} is a symlink that leaves the model folders; {_HELP}")
             if exists(path):
                 raise ModelError(
-                    f"{short(name)} is there but is no model: a folder needs config.json and safetensors files, "
+                    f"{short(name)} is there but is not a model: a folder needs config.json and safetensors files, "
                     "a lone .safetensors file needs config.json beside it"
                 )
         raise ModelError(f"there is no model {short(name)}; {_advice(name, [entry.name for entry, _ in entries])}")

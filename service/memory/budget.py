@@ -13,6 +13,16 @@ from .truth import Truth
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+_LARGEST = 1 << 50  # bytes: no machine has more
+# The settings in bytes, with the smallest and the largest value.
+_BYTES: Mapping[str, tuple[int, int]] = {
+    "floor": (0, _LARGEST),
+    "initial_slab": (1, _LARGEST),
+    "own_slab": (1, _LARGEST),
+    "align": (1, 512),
+    "weight_align": (1, 512),
+    "guard": (1, MIB),
+}
 SMALLEST_CONTEXT = 64  # tokens; a shorter one is no choice to offer: it holds no prompt with its answer
 
 
@@ -46,11 +56,11 @@ class MemorySettings:
         _check_share("kept_back", self.kept_back, 0.0, 0.50)
         _check_share("headroom", self.headroom, 0.0, 1.0)
         _check_share("shortfall", self.shortfall, 0.0, 1.0)
-        for name in ("floor", "initial_slab", "own_slab", "align", "weight_align", "guard"):
+        for name, (low, high) in _BYTES.items():
             value = getattr(self, name)
-            low = 0 if name == "floor" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise RequestError("memory ", Field(name), f" is {value!r}; use a whole number of bytes from {low}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                shown = f"{value!r:.40}; use a whole number of bytes from {low} to {high}"
+                raise RequestError("memory ", Field(name), f" is {shown}")
         for name in ("align", "weight_align"):
             value = getattr(self, name)
             if value & (value - 1):
@@ -61,12 +71,11 @@ class MemorySettings:
                 raise RequestError(f"memory {name} is {value!r}; use 0.01 to 60 seconds")
         if self.oversubscribe and not self.managed:
             raise RequestError("memory oversubscribe needs managed = true: plain device blocks cannot be set aside")
-        if self.limit_bytes is not None and (
-            isinstance(self.limit_bytes, bool) or not isinstance(self.limit_bytes, int) or self.limit_bytes < 1
+        if (most := self.limit_bytes) is not None and (
+            isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= _LARGEST
         ):
-            raise RequestError(
-                f"memory limit_bytes is {self.limit_bytes!r}; use a whole number of bytes from 1, or leave it out"
-            )
+            shown = f"{most!r:.40}; use a whole number of bytes from 1 to {_LARGEST}, or leave it out"
+            raise RequestError("memory ", Field("limit_bytes"), f" is {shown}")
 
 
 def _check_share(name: str, value: float, low: float, high: float) -> None:

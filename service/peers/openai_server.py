@@ -34,7 +34,7 @@ class OtherServer(Peer):
             or url.fragment
             or not _is_host(host)
         ):
-            raise FileError(f"url in {entry} is no address of a server; write it as http://HOST:PORT/v1")
+            raise FileError(f"url in {entry} is not an address of a server; write it as http://HOST:PORT/v1")
         key_file = self._settings.key_file
         tls = url.scheme == "https"
         return PeerAddress(

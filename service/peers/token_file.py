@@ -76,7 +76,7 @@ def read_token(path: Path, *, shortest: int = SHORTEST, advice: str = _ADVICE) -
     except OSError as error:
         raise FileError(f"the token file {path.name} cannot be read: {error.strerror}; {advice}") from error
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
-        raise FileError(f"the token file {path.name} is no regular file of this user; {advice}")
+        raise FileError(f"the token file {path.name} is not a regular file of this user; {advice}")
     if found.st_mode & 0o077:
         raise FileError(
             f"the token file {path.name} can be read by others (mode {found.st_mode & 0o777:o}); chmod 600 it"

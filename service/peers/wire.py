@@ -151,7 +151,7 @@ class Exchange:
                 document = self._parsed(raw)
                 if not isinstance(document, dict):
                     raise PeerError(
-                        f"{self._address.title} sends an event that is no object; does it speak OpenAI's API?"
+                        f"{self._address.title} sends an event that is not an object; does it speak OpenAI's API?"
                     )
                 yield document
 
@@ -235,7 +235,7 @@ class Exchange:
         try:
             return json.loads(raw.decode("utf-8"))
         except (ValueError, RecursionError):
-            raise PeerError(f"{self._address.title} answers what is no JSON; does it speak OpenAI's API?") from None
+            raise PeerError(f"{self._address.title} answers what is not JSON; does it speak OpenAI's API?") from None
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -258,14 +258,14 @@ class Exchange:
         ):
             return "closed the connection in the middle; look at its log, then run again"
         if isinstance(error, http.client.HTTPException):
-            return "answers what is no HTTP; is it another program?"
+            return "answers what is not HTTP; is it another program?"
         if isinstance(error, TimeoutError):
             return (
                 f"said nothing for {(self._silence if self._socket else CONNECT_SECONDS):g} s; look whether it works,"
                 " then run again"
             )
         if isinstance(error, ConnectionRefusedError | FileNotFoundError):
-            return "does not answer: nobody listens there; start it, or correct its entry in onedesk.toml"
+            return "does not answer: no program listens there; start it, or correct its entry in onedesk.toml"
         if isinstance(error, socket.gaierror):
             return "cannot be found by its name; correct its url in onedesk.toml"
         if isinstance(error, ssl.SSLCertVerificationError):

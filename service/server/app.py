@@ -73,7 +73,7 @@ def _around(service: Service, guard: Guard) -> Middleware:
             status = response.status
             return response
         except BaseException as error:
-            # The outermost handler. Whatever was raised (a panic of a Rust library is no Exception), the client gets
+            # The outermost handler. Whatever was raised (a Rust panic is not an Exception), the client gets
             # one complete response in OpenAI's shape, and the log gets every error that is not ours.
             if is_cancelled(request, error):
                 raise

@@ -60,4 +60,4 @@ def _counts(raw: bytes) -> tuple[int, int, int]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")

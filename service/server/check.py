@@ -103,7 +103,7 @@ def _check_object(value: dict[str, Any], schema: Schema, path: str) -> None:
         if inside is False:
             inner = _inner(path, name)
             raise ApiError(
-                400, f"{inner} is not known; there are: {', '.join(properties)}", code="unknown_field", param=inner
+                400, f"{inner} is not known; known fields: {', '.join(properties)}", code="unknown_field", param=inner
             )
         if isinstance(inside, Mapping):
             check(item, inside, _inner(path, name))

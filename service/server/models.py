@@ -114,7 +114,7 @@ class Models:
         names = [entry.name for entry in self.entries()]
         if asked not in names:
             shown = ", ".join(map(short, names[:10])) or "none"
-            message = f"there is no model {short(asked)}; there are: {shown}; {pull_advice(asked)}"
+            message = f"there is no model {short(asked)}; the models: {shown}; {pull_advice(asked)}"
             raise ApiError(404, message, code="model_not_found", param="model")
         return asked
 

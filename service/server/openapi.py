@@ -32,7 +32,7 @@ _WORDS = {
     409: "It can never be had on this machine.",
     408: "The body did not come in time.",
     413: "The body is too large.",
-    415: "The body is no JSON.",
+    415: "The body is not JSON.",
     429: "Too many requests wait already; Retry-After says when to come again.",
     500: "The service failed.",
     501: "A package is not installed.",

@@ -175,7 +175,7 @@ def _thinking(body: Mapping[str, Any], options: dict[str, Any]) -> Thinking:
     if asked is not None and not isinstance(asked, bool):
         raise ApiError(
             400,
-            "enable_thinking is no truth value; use true or false",
+            "enable_thinking is not a truth value; use true or false",
             code="wrong_value",
             param="chat_template_kwargs",
         )
@@ -303,7 +303,7 @@ def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
                 400, f"{path}.function.arguments is not valid JSON: {error}", code="wrong_value", param=path
             ) from error
     if not isinstance(arguments, dict):
-        raise ApiError(400, f"{path}.function.arguments is no object", code="wrong_value", param=path)
+        raise ApiError(400, f"{path}.function.arguments is not an object", code="wrong_value", param=path)
     return {
         "id": call.get("id") or "",
         "type": "function",

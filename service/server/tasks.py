@@ -24,7 +24,7 @@ async def kept_up(title: str, work: Callable[[], Awaitable[object]]) -> None:
             await work()
         except asyncio.CancelledError:
             raise
-        except BaseException:  # a panic of a Rust library is no Exception
+        except BaseException:  # a panic of a Rust library is not an Exception
             log.exception("%s failed and begins again", title)
             await asyncio.sleep(REST_SECONDS)
         else:

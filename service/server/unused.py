@@ -26,6 +26,6 @@ async def end_when_unused(service: Service, stopped: asyncio.Event) -> None:
             used = time.monotonic()
         elif time.monotonic() - max(used, service.last_request) >= service.settings.linger:
             log.warning(
-                "nobody has used the service for %g s; it ends, as it was started on demand", service.settings.linger
+                "the service was not used for %g s; it ends, as it was started on demand", service.settings.linger
             )
             stopped.set()

@@ -114,7 +114,7 @@ def check_prefix(tree: Tree) -> None:
     """Refuse a prefix with folders of the names that we need, made by others. SetupError names them."""
     for folder in tree.folders():
         if os.path.lexists(folder) and not folder.is_dir():
-            raise SetupError(f"{folder} is there and is no folder; name another --prefix")
+            raise SetupError(f"{folder} is there and is not a folder; name another --prefix")
     for file in (tree.script, tree.prefix / RECORD):
         if os.path.lexists(file):
             raise SetupError(f"{file} is there and no installation of ours has made it; name another --prefix")

@@ -50,7 +50,7 @@ def read_project(checkout: Path) -> Project:
     )
     found = [re.search(pattern, text, re.M) for pattern in patterns]
     if f'name = "{NAME}"' not in text or None in found:
-        raise SetupError(f"{checkout} is no checkout of Onedesk: its pyproject.toml does not say so")
+        raise SetupError(f"{checkout} is not a checkout of Onedesk: its pyproject.toml does not say so")
     version, python, dependencies, service = (ast.literal_eval(match[1]) for match in found if match)
     return Project(version, python, tuple(dependencies), tuple(service))
 

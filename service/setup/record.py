@@ -57,7 +57,9 @@ class Record:
             if folder.is_dir():
                 continue
             if os.path.lexists(folder):
-                raise SetupError(f"{folder} is there already and is no folder; move it away, then run install.sh again")
+                raise SetupError(
+                    f"{folder} is there already and is not a folder; move it away, then run install.sh again"
+                )
             # Below a link its real path is recorded: if the link later points to another folder, that one is not ours.
             self._note(self.folders, folder.resolve() if self.behind_link(folder) else folder)
             folder.mkdir(exist_ok=True)

@@ -148,7 +148,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 @contextmanager
 def _as_model_errors(origin: str, what: str = "cannot be read") -> Iterator[None]:
     """Raise as ModelError what tokenizers raises: a bare Exception for a fault of the file, and for a fault of its own
-    a PanicException, which is no Exception and has no name that could be imported."""
+    a PanicException, which is not an Exception and has no name that could be imported."""
     try:
         yield
     except BaseException as error:

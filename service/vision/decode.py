@@ -45,7 +45,7 @@ class DecodeLimits:
 
 
 def read_picture(path: Path, limits: DecodeLimits | None = None) -> Picture:
-    """Decode the file at `path`. Raises FileError if it is unreadable, RequestError if it is no picture or too
+    """Decode the file at `path`. Raises FileError if it is unreadable, RequestError if it is not a picture or too
     large.
     """
     limits = limits or DecodeLimits()
@@ -75,7 +75,7 @@ def decode_picture(data: bytes, name: str, limits: DecodeLimits | None = None) -
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise RequestError(
-            f"{name} is no picture that can be decoded; supported are {', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
+            f"{name} is not a picture that can be decoded; supported are {', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
         ) from None
     except Image.DecompressionBombError:
         raise _too_large(name, "far more", limits) from None

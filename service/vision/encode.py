@@ -25,7 +25,7 @@ def picture_of_uri(uri: str, name: str, limits: DecodeLimits | None = None) -> P
     head = _DATA.match(uri)
     if head is None or not head.group(3):
         raise RequestError(
-            f"{name} is no data: URL in base64; pictures are never fetched, send data:image/png;base64,... (or jpeg,"
+            f"{name} is not a data: URL in base64; pictures are never fetched, send data:image/png;base64,... (or jpeg,"
             " webp)"
         )
     if head.group(1) is None:

@@ -88,4 +88,4 @@ def test_what_a_family_breaks_has_words():
     assert broken_rows([row]) == []
     assert "no graph (k)" in broken_rows([row | {"graph": False}])[0]
     assert "0.200 from the CPU's in the median" in broken_rows([row | {"score_difference": 0.2}])[0]
-    assert "2 of 3 texts" in broken_rows([row | {"other_texts": 2}])[0]
+    assert "2 of 6 texts" in broken_rows([row | {"other_texts": 2}])[0]

@@ -103,7 +103,7 @@ def test_a_gguf_file_is_not_offered_and_is_explained(comfyui: Comfy, llm: Path):
             file.write_bytes(b"GGUF\x03\0\0\0" + bytes(64))
         offered = comfyui.object_info("OnedeskLoadModel")["input"]["required"]["model"][1]["options"]
         assert files[0].name not in offered
-        assert "is there but is no model: a folder needs config.json and safetensors files" in refusal(
+        assert "is there but is not a model: a folder needs config.json and safetensors files" in refusal(
             comfyui, writing(model=files[0].name)
         )
         assert "holds GGUF files, no safetensors: 'writer-Q4_K_M.gguf'; get the safetensors form" in failure(

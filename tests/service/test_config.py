@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onedesk.service import config as config_module
 from onedesk.service.config import (
     ComfyUISettings,
@@ -17,8 +19,8 @@ from onedesk.service.config import (
     load_config,
     package_folder,
 )
-from onedesk.service.errors import FileError
-from onedesk.service.memory.budget import SETTING_NAMES
+from onedesk.service.errors import FileError, RequestError
+from onedesk.service.memory.budget import SETTING_NAMES, MemorySettings
 from onedesk.service.toml_file import parse_bytes
 
 DEMO = [package_folder() / "models"] if (package_folder() / "models").is_dir() else []
@@ -95,7 +97,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
         ("[service]\nhost = 1\n", "host in [service] is 1; use a text"),
         ("[models]\nroots = 'models'\n", "roots in [models] is 'models'; use a list of texts"),
         ("[models]\ncontext = 1\n", "context in [models] is 1; use 2 to 2147483648"),
-        ("[memory]\nfloor = '4 potatoes'\n", "floor in [memory]: '4 potatoes' is no size"),
+        ("[memory]\nfloor = '4 potatoes'\n", "floor in [memory]: '4 potatoes' is not a size"),
         ("[memory]\nfloor = -1\n", "floor in [memory] is -1; use whole bytes"),
         ("[memory]\ndebug = 1\n", "debug in [memory] is 1; use true or false"),
         ("[comfyui]\ncorrect_free_memory = 'no'\n", "correct_free_memory in [comfyui] is 'no'; use true or false"),
@@ -164,14 +166,14 @@ def test_sizes(text, wanted):
     "text", ["", "GiB", "-1GiB", "1GiBs", "1e9", "4 PiB", "nan", "9" * 400 + "GiB", "1 \N{KELVIN SIGN}iB", "١GiB"]
 )
 def test_no_sizes(text):
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[models]\nroots = ["a\\u0000b"]', "roots in .models. has 'a.x00b', which is no path"),
+        ('[models]\nroots = ["a\\u0000b"]', "roots in .models. has 'a.x00b', which is not a path"),
         ('[models]\nroots = ["~nobody-of-this-name/x"]', "whose home folder is not known; write the whole path"),
         ("a = " + "[" * 100_000, "nested too deeply"),
         ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
@@ -291,14 +293,14 @@ def test_an_engine_of_several_models_is_an_entry_for_each(tmp_path):
         ),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 2\n', "has nodes = 2 and lacks address"),
         ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\nnodes = 0\n', "nodes in [peers.a] is 0; use 1 to 1024"),
-        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "much"\n', "memory in [peers.a]: 'much' is no size"),
+        ('[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = "much"\n', "memory in [peers.a]: 'much' is not a size"),
         (
             '[peers.a]\nkind = "vllm"\nmodel = "m"\nmemory = 1\ncommand = "vllm"\n',
             "command in [peers.a] is 'vllm'; use a list of texts",
         ),
         (
             '[peers.a]\nkind = "vllm"\nmodel = "a\\u0000b"\nmemory = 1\n',
-            "model in [peers.a] has 'a\\x00b', which is no path",
+            "model in [peers.a] has 'a\\x00b', which is not a path",
         ),
     ],
 )
@@ -330,3 +332,25 @@ def test_the_hub_settings_are_read_and_held_to_their_ranges(tmp_path):
     ):
         with pytest.raises(FileError, match=r"in \[hub\]"):
             load_config(write(tmp_path, f"[hub]\n{wrong}\n"))
+
+
+NUMBERS = st.one_of(
+    st.integers(-(2**70), 2**70), st.floats(), st.sampled_from([2**50 + 1, 2**63, 1e308, -0.0, 5e-324, True, 2**40])
+)
+
+
+@given(name=st.sampled_from(sorted(field.name for field in dataclasses.fields(MemorySettings))), value=NUMBERS)
+def test_every_memory_setting_is_bounded_and_named_when_it_is_read(name: str, value: float) -> None:
+    """Accepted values are within what any machine has; all others are refused by the name of the setting."""
+    if name in ("debug", "lock", "managed", "oversubscribe"):
+        return
+    error = None
+    try:
+        MemorySettings(**{name: value})  # type: ignore[arg-type]
+    except RequestError as refused:
+        error = str(refused)
+    if error is None:
+        assert value is None or 0 <= value <= 2**50
+    else:
+        assert name in error
+        assert len(error) < 200

@@ -137,7 +137,7 @@ def test_a_plan_for_another_machine_needs_its_bandwidth(tmp_path, capsys):
 @pytest.mark.parametrize("rate", ["fast", "0GB/s", "3-GB/s", "273GB/m", ""])
 def test_what_is_no_bandwidth_is_refused(rate, capsys):
     assert cli.main(["models", "--bandwidth", rate]) == 2
-    assert "is no memory bandwidth; write for example 273GB/s" in capsys.readouterr().err
+    assert "is not a memory bandwidth; write for example 273GB/s" in capsys.readouterr().err
 
 
 def test_a_bandwidth_without_a_plan_is_refused(capsys):

@@ -212,3 +212,15 @@ def test_help_has_every_option_and_default():
     free |= {"memory", "images", "image", "against", "uds", "roots", "name", "local", "files", "action", "rest"}
     valued = {(name, action.dest) for name, action in options if action.nargs != 0 and action.dest not in free}
     assert [key for key in valued if "default" not in told[key]] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["doctor", "--plan", "x", "--memory", "4"], "4 is so many bytes; add the unit, such as 4GiB"),
+        (["serve", "--uds", ""], "--uds is empty"),
+    ],
+)
+def test_sizes_need_a_unit_and_paths_are_not_empty(words, said, tree, capsys):
+    assert cli.main([*words, "--config", str(tree / "onedesk.toml")]) == 2
+    assert said in capsys.readouterr().err

@@ -183,7 +183,7 @@ def test_wrong_usage_is_status_2_with_one_document(run, monkeypatch, arguments):
         ),
         (
             ["generate", "a cat", "--context", "9" * 30],
-            "is no whole number from 2, of at most 19 digits; see onedesk generate --help",
+            "is not a whole number from 2, of at most 19 digits; see onedesk generate --help",
         ),
         (["frobnicate"], "invalid choice: 'frobnicate' (choose from"),
     ],

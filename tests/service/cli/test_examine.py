@@ -113,7 +113,7 @@ def test_a_wrong_configuration_is_reported_with_its_reason(tree):
     tree.settings.write_text("[memory]\nfloor = 'much'\n", encoding="utf-8")
     last = examine(tree.settings, device="auto")[-1]
     assert (last.name, last.status) == ("configuration", "failure")
-    assert "'much' is no size" in last.detail
+    assert "'much' is not a size" in last.detail
 
 
 def test_settings_that_this_machine_cannot_meet_are_a_failure(tree):
@@ -160,7 +160,7 @@ def test_configured_engines_are_checked_but_not_started(tree):
     assert [check.status for check in found] == ["ok", "warning", "warning"]
     assert "true with x.gguf, 1000 B of weights within 1 GiB" in found[0].detail
     assert "there is no program 'no-such-engine'; install it" in found[1].detail
-    assert "url in [peers.other] in onedesk.toml is no address of a server" in found[2].detail
+    assert "url in [peers.other] in onedesk.toml is not an address of a server" in found[2].detail
     assert found[2].fix == "correct [peers.other] in onedesk.toml, or take it out"
 
 

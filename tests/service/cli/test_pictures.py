@@ -81,7 +81,7 @@ def test_score_leaves_rows_of_pictures_out(run: Run, seer: Path, files: list[str
     ("arguments", "words"),
     [
         (("describe", "gone.png"), "the picture gone.png cannot be read"),
-        (("describe", "{folder}/notes.png"), "notes.png is no picture that can be decoded"),
+        (("describe", "{folder}/notes.png"), "notes.png is not a picture that can be decoded"),
         (("describe", "{folder}/empty.png"), "the picture empty.png is empty"),
         (("describe", "{folder}/thin.png"), "ratio of 201 : 1"),
         (("describe", "{one}", "--pixels", "10"), "--pixels is 10; this model reads pictures of at least 1,024 pixels"),

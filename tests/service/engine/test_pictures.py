@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_refused_before_any_work(model: OpenModel):
         RequestError, match=r"there are 1 runs of image tokens, but 2 pictures.*image token 500 must stand once"
     ):
         model.generate(asked(question(1), small, small))
-    with pytest.raises(RequestError, match=r"2 places for pictures, but 1 pictures"):
+    with pytest.raises(RequestError, match=r"2 image tokens, but 1 pictures"):
         model.generate(asked(question(2), small))
     with pytest.raises(RequestError, match=r"image token 500 at position 10, but no picture"):
         model.generate(asked(question(1)))

@@ -181,7 +181,7 @@ def test_tensors_must_fill_the_file(tmp_path: Path, spans: list[tuple[int, int]]
 
 def test_half_bytes_are_refused(tmp_path: Path) -> None:
     message = refusal(write_raw(tmp_path / "m.safetensors", {"w": entry("F4", [3], 0, 1)}, b"a"))
-    assert "of F4 [3] has 12 bits, which is no whole number of bytes" in message
+    assert "of F4 [3] has 12 bits, which is not a whole number of bytes" in message
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_an_unknown_name_tells_what_there_is(root: Path) -> None:
     with pytest.raises(ModelError, match=r"there is no model 'Qwen3-0\.6'; there are 3, such as 'Qwen3-0\.6B'"):
         ModelRoots([root]).resolve("Qwen3-0.6")
     make_file(root / "x.gguf")
-    with pytest.raises(ModelError, match=r"'x\.gguf' is there but is no model"):
+    with pytest.raises(ModelError, match=r"'x\.gguf' is there but is not a model"):
         ModelRoots([root]).resolve("x.gguf")
 
 

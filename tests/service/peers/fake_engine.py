@@ -121,7 +121,7 @@ def main() -> None:
         return
     print(f"starting with key {KEY}", file=sys.stderr, flush=True)
     if FAULT == "dies":
-        sys.exit("cannot load: the file is no model")
+        sys.exit("cannot load: the file is not a model")
     if FAULT == "hangs":
         time.sleep(600)
     if FAULT in ("stays", "leaves-a-child"):

@@ -123,7 +123,7 @@ def test_its_words_name_no_key_and_nobody_else_may_ask_it(desk):
         (
             "dies",
             {},
-            "the engine writer ended with status 1; the end of peer-writer.log:.*cannot load: the file is no model",
+            "the engine writer ended with status 1; the end of peer-writer.log:.*cannot load: the file is not a model",
         ),
         ("hangs", {"start": 0.5}, "is not ready after 0.5 s: nothing listens yet .*raise start in its table"),
         ("loads-for-ever", {"start": 0.5}, "is not ready after 0.5 s: /health says 503"),

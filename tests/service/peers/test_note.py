@@ -64,7 +64,7 @@ def test_what_a_dying_service_held_is_back_once_its_lock_is_free(tmp_path: Path)
     dying.start()
     assert there.wait(60)
     service = LocalService(tmp_path, [])
-    with pytest.raises(PeerError, match="nobody listens there"):  # it does not go
+    with pytest.raises(PeerError, match="no program listens there"):  # it does not go
         service.release(ModelSpec("m", None, "none"))
     threading.Timer(0.1, gone.set).start()
     assert service.release(ModelSpec("m", None, "none")) == ()

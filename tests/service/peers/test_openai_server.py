@@ -260,10 +260,10 @@ FAULTS: dict[str, tuple[Script, type[OnedeskError], str]] = {
     "a list for an error": (status(500, [1, 2]), PeerError, "failed"),
     "elsewhere": (status(307, {}, Location=f"http://{HOST}/"), PeerError, "sends elsewhere"),
     "a whole document": (status(200, {"choices": []}), PeerError, "not with a stream"),
-    "no JSON": (stream(b"data: {oops\n\n"), PeerError, "no JSON"),
-    "no UTF-8": (stream(b'data: {"x": "\xff"}\n\n'), PeerError, "no JSON"),
-    "nested": (stream(b"data: " + b"[" * 100_000 + b"\n\n"), PeerError, "no JSON"),
-    "a number": (stream(b"data: 1\n\n"), PeerError, "no object"),
+    "no JSON": (stream(b"data: {oops\n\n"), PeerError, "not JSON"),
+    "no UTF-8": (stream(b'data: {"x": "\xff"}\n\n'), PeerError, "not JSON"),
+    "nested": (stream(b"data: " + b"[" * 100_000 + b"\n\n"), PeerError, "not JSON"),
+    "a number": (stream(b"data: 1\n\n"), PeerError, "not an object"),
     "no events at all": (stream(b"hello\n" * 50), PeerError, "ended in the middle of an answer, after 0 tokens"),
     "cut": (
         stream(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'),
@@ -310,9 +310,9 @@ def test_no_http_a_closed_door_and_silence(fake: Fake, model: RemoteModel) -> No
 
         thread = threading.Thread(target=babble)
         thread.start()
-        assert "no HTTP" in str(refusal(other))
+        assert "not HTTP" in str(refusal(other))
         thread.join()
-    assert "nobody listens there" in str(refusal(other))
+    assert "no program listens there" in str(refusal(other))
 
 
 def test_silence_has_an_end(fake: Fake, model: RemoteModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +391,9 @@ def test_what_a_foreign_server_cannot_be_asked(model: RemoteModel) -> None:
     ],
 )
 def test_a_url_that_is_none_is_told_without_it(url: str) -> None:
-    with pytest.raises(FileError, match=r"url in \[peers.big\] in onedesk.toml is no address of a server") as caught:
+    with pytest.raises(
+        FileError, match=r"url in \[peers.big\] in onedesk.toml is not an address of a server"
+    ) as caught:
         OtherServer(PeerSettings("big", "openai", url=url)).reach()
     assert not url or url not in str(caught.value)
 

@@ -202,7 +202,7 @@ def test_loopback_and_the_names_of_a_service() -> None:
         (["--no-token", "--token-file", "x"], 2, "exclude each other"),
         (["--uds", "x.sock", "--port", "5"], 2, "--uds goes without"),
         (["--port", "65536"], 2, "0 to 65535"),
-        (["--port", "-1"], 2, "no whole number"),
+        (["--port", "-1"], 2, "not a whole number"),
         (["--model", "nobody"], 1, "there is no model"),
         (["--model", "../writer"], 1, "is not allowed"),
         (["--host", "no such host", "--no-token"], 1, "cannot be found"),

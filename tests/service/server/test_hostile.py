@@ -135,10 +135,10 @@ def test_images_are_never_fetched_or_sent_to_a_text_model(server: Server) -> Non
     for url, says in (
         ("http://127.0.0.1:1/cat.png", "never fetched"),
         ("file:///etc/passwd", "never fetched"),
-        ("data:image/png;base64,iVBORw0K", "messages[0].content[1] is no picture that can be decoded"),
+        ("data:image/png;base64,iVBORw0K", "messages[0].content[1] is not a picture that can be decoded"),
         ("data:image/png;base64,====", "not valid base64"),
-        ("data:text/html;base64,iVBORw0K", "is no data: URL in base64"),
-        ("data:image/png,iVBORw0K", "is no data: URL in base64"),
+        ("data:text/html;base64,iVBORw0K", "is not a data: URL in base64"),
+        ("data:image/png,iVBORw0K", "is not a data: URL in base64"),
         (uri_of_picture(drawn(8, 8)), "writer reads no pictures: model_type 'qwen3' has none; models that see are"),
         ("../../etc/passwd", "never fetched"),
     ):

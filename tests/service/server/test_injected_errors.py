@@ -35,7 +35,7 @@ from serving import MODEL, write_tree
 
 
 def panic() -> type[BaseException]:
-    """The class of a panic of a Rust library, which is no Exception; no module has it by a name."""
+    """The class of a panic of a Rust library, which is not an Exception; no module has it by a name."""
     from tokenizers import Tokenizer as Backend
 
     model = {

@@ -63,7 +63,7 @@ def test_a_model_without_files_is_not_found_and_released(
     if empty:
         (tmp_path / "models" / "writer").mkdir()
     for _ in range(2):
-        with pytest.raises(ApiError, match="there is no model 'writer'; there are: 'other'") as caught:
+        with pytest.raises(ApiError, match="there is no model 'writer'; the models: 'other'") as caught:
             served.name_of("writer")
         assert caught.value.status == 404
     assert registry.models() == [forms[2]]

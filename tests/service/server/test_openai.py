@@ -444,7 +444,7 @@ def test_an_unknown_onedesk_field_is_refused_with_the_list(server: Server, path:
             "unknown_field",
         )
         words = (
-            f"onedesk.{shown} is not known; there are: context, quant, policy, ttl, answer_tokens, repetition_stop,"
+            f"onedesk.{shown} is not known; known fields: context, quant, policy, ttl, answer_tokens, repetition_stop,"
             " detail"
         )
         assert document["error"]["message"] == words

@@ -76,8 +76,8 @@ def test_several_pictures_in_order_and_by_detail(client: OpenAI) -> None:
     [
         ({"url": "https://127.0.0.1:1/cat.png"}, "pictures are never fetched"),
         ({"url": "file:///etc/hostname"}, "pictures are never fetched"),
-        ({"url": "data:image/png;base64,iVBORw0K"}, "no picture that can be decoded"),
-        ({"url": "data:application/pdf;base64,JVBERi0="}, "is no data: URL in base64"),
+        ({"url": "data:image/png;base64,iVBORw0K"}, "not a picture that can be decoded"),
+        ({"url": "data:application/pdf;base64,JVBERi0="}, "is not a data: URL in base64"),
         ({"detail": "low"}, "image_url.url is missing"),
         ({"url": "data:,", "detail": "fine"}, "detail is not one of low, high and auto"),
         ({"url": url(drawn(2010, 10))}, "ratio of 201 : 1"),

@@ -1,4 +1,4 @@
-"""Decoding: formats, orientation, transparency, depth; what is no picture, damaged or too large is refused by name."""
+"""Decoding: formats, orientation, transparency, depth. What is not a picture, damaged or too large is refused."""
 
 from __future__ import annotations
 
