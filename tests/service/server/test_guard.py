@@ -46,11 +46,8 @@ def test_without_the_token_only_health_answers(server: Server, method: str, path
                 {"live", "ready", "version", "asleep", "wake"},
             )
         else:
-            assert (status, headers["WWW-Authenticate"], document["error"]["code"]) == (
-                401,
-                "Bearer",
-                "invalid_api_key",
-            )
+            assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert document["error"]["type"] == "authentication_error"
             assert server.token not in str(document)
     assert server.ask("GET", "/v1/models", headers={"Authorization": f"bearer {server.token}"})[0] == 200
 
