@@ -112,7 +112,9 @@ def size(text: str) -> int:
     try:
         value = parse_bytes(text)
         if value < _LEAST_SIZE and text.strip().isdigit():
-            raise argparse.ArgumentTypeError(f"{text.strip()} is so many bytes; add the unit, such as {text.strip()}GiB")
+            raise argparse.ArgumentTypeError(
+                f"{text.strip()} is so many bytes; add the unit, such as {text.strip()}GiB"
+            )
         return value
     except ValueError:
         raise argparse.ArgumentTypeError(

@@ -185,14 +185,22 @@ class Worker:
                 call = numbered.get(event.request)
                 if call is None:
                     continue  # its stop could not be passed on earlier; the model generates until its next check
-                with Caught("telling of an answer") as caught:
-                    if event.error is None:
-                        self._tell(call, event)
-                error = event.error or caught.error
-                if error is not None:
-                    self._finish(call, error)
-                if error is not None or (event.result is not None and self._handed_over(call, event)):
+                if self._pass_on(call, event):
                     del numbered[event.request]
+
+    def _pass_on(self, call: Call, event: Event) -> bool:
+        """Pass an event to its call and count it; returns whether the call has ended. An error here ends this call
+        alone."""
+        with Caught("passing on an answer") as caught:
+            if event.error is None:
+                self._tell(call, event)
+            if event.result is not None:
+                self._figures.wrote(self.name, event.choice, event.result)
+        error = event.error or caught.error
+        if error is not None:
+            self._finish(call, error)
+            return True
+        return event.result is not None and self._is_last(call)
 
     def _tell(self, call: Call, event: Event) -> None:
         """Pass an event to the call's reader."""
@@ -224,10 +232,8 @@ class Worker:
             self.working.append(call)
         return call
 
-    def _handed_over(self, call: Call, event: Event) -> bool:
-        """Count a result; returns whether it was the call's last."""
-        if event.result is not None:
-            self._figures.wrote(self.name, event.choice, event.result)
+    def _is_last(self, call: Call) -> bool:
+        """Count a result; returns whether it was the call's last, which is then finished."""
         call.results += 1
         if call.results < call.choices:
             return False
@@ -237,7 +243,6 @@ class Worker:
     def _finish(self, call: Call, error: BaseException | None = None) -> None:
         self.working.remove(call)
         self._last_used = time.monotonic()
-        try:
+        with Caught("counting a call"):  # its failure is of no other call
             self._figures.finished(self.name, Times(call.made, call.entered, call.first_token, time.perf_counter()))
-        finally:
-            call.end(error)
+        call.end(error)

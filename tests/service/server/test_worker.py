@@ -171,3 +171,28 @@ def test_only_a_single_text_is_sent_by_the_models_thread(choices: int) -> None:
         return found
 
     assert (False in asyncio.run(run())) == (choices == 1)
+
+
+@pytest.mark.parametrize("method", ["wrote", "finished"])
+def test_counting_that_fails_for_one_call_ends_no_other(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(worker_module, "GATHERING", LONG)
+    real, counted = getattr(Figures, method), []
+
+    def first_fails(self: Figures, *arguments: Any) -> None:
+        counted.append(arguments)
+        if len(counted) == 1:
+            raise ZeroDivisionError("a figure")
+        real(self, *arguments)
+
+    monkeypatch.setattr(Figures, method, first_fails)
+
+    async def run() -> tuple[list[BaseException | None], list[int]]:
+        desk = Desk()
+        ended = await asyncio.gather(*(desk.ask(asyncio.sleep(0)) for _ in range(3)), return_exceptions=True)
+        await desk.worker.close()
+        return ended, desk.model.passes
+
+    ended, passes = asyncio.run(run())
+    assert passes == [3]
+    assert len(counted) == 3
+    assert len([one for one in ended if one is not None]) == (1 if method == "wrote" else 0)
