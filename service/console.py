@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -161,8 +162,25 @@ def _decoded(raw: bytes) -> str:
         raise RequestError(f"standard input is not UTF-8 (byte {error.start}); write it as UTF-8") from error
 
 
+def printable(text: str) -> str:
+    """`text` for a terminal: what could move the cursor or change colours, such as the escape character in a file's
+    name, is shown as its Python escape; line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log lines for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, see `printable`."""
+        return printable(super().format(record))
+
+
 def columns(rows: list[tuple[str, ...]]) -> str:
-    """Rows as left-aligned columns; the first row is the header."""
+    """Rows as left-aligned columns, each cell on one line; the first row is the header."""
+    rows = [tuple(printable(cell).replace("\n", "\\n") for cell in row) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -10,7 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from ..config import own_version
-from ..console import UsageError, discard_stdout, failure, make_streams_safe, write_json
+from ..console import (
+    PrintableFormatter,
+    UsageError,
+    discard_stdout,
+    failure,
+    make_streams_safe,
+    printable,
+    write_json,
+)
 from ..errors import Cancelled, OnedeskError
 from . import bench, chat, demo, describe, doctor, generate, knowledge, memory, models, pull, quantize, score, serve
 from .options import FAILURE, INTERRUPTED, USAGE, Parser, Subcommands, as_typed
@@ -51,9 +59,9 @@ def _run(arguments: list[str], *, as_json: bool) -> int:
         if unknown:
             hint = "" if unknown[0].startswith("-") else "; put a text of several words in quotes"
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        logging.basicConfig(
-            stream=sys.stderr, level=_LEVELS[min(args.verbose, 2)], format=_FORMATS[args.verbose > 0], force=True
-        )
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(PrintableFormatter(_FORMATS[args.verbose > 0]))
+        logging.basicConfig(handlers=[handler], level=_LEVELS[min(args.verbose, 2)], force=True)
         return args.run(args)
     except UsageError as error:
         return _fail(error, USAGE, as_json)
@@ -73,7 +81,7 @@ def _fail(error: Exception, status: int, as_json: bool, args: argparse.Namespace
     if as_json:
         write_json(failure(error, message))
     else:
-        print(f"onedesk: {message}", file=sys.stderr)
+        print(printable(f"onedesk: {message}"), file=sys.stderr)
     return status
 
 

@@ -8,6 +8,8 @@ import time
 
 import pytest
 from command_line import pipe_in
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onedesk.service.api import OpenModel
 from onedesk.service.cli import command as cli
 from tiny_qwen3 import write_tiny_qwen3
@@ -16,7 +18,9 @@ from tiny_qwen3 import write_tiny_qwen3
 def test_the_configured_context_is_for_models_that_allow_it(run, tree, tmp_path):
     config = tmp_path / "onedesk.toml"
     config.write_text(f'[models]\nroots = ["{tree / "models"}"]\ncontext = 100000\n', encoding="utf-8")
-    status, document = run("generate", "a cat", "--max-tokens", "500", "--repetition-stop", "off", config=config)
+    status, document = run(
+        "generate", "a cat", "--max-tokens", "500", "--repetition-stop", "off", "--greedy", config=config
+    )
     assert (status, document["finish"]) == (0, "length")
     assert document["usage"]["prompt"] + document["usage"]["completion"] == 256
 
@@ -224,3 +228,22 @@ def test_help_has_every_option_and_default():
 def test_sizes_need_a_unit_and_paths_are_not_empty(words, said, tree, capsys):
     assert cli.main([*words, "--config", str(tree / "onedesk.toml")]) == 2
     assert said in capsys.readouterr().err
+
+
+@given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=20))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_command_prints_what_moves_the_cursor(name, tree, tmp_path, capsys):
+    """A file's name may have escape sequences; a message may quote it, a terminal must not obey it."""
+    name = f"\x1b[2J{name}"
+    options = ["--config", str(tree / "onedesk.toml")]
+    for words in (
+        ["describe", str(tmp_path / name)],
+        ["generate", "x", "--image", str(tmp_path / name)],
+        ["score", "--text-file", str(tmp_path / name)],
+        ["models", "--model", str(tmp_path / name)],
+        ["knowledge", "add", name, str(tmp_path)],
+    ):
+        assert cli.main([*words, *options]) != 0
+        shown = capsys.readouterr()
+        assert "\x1b" not in shown.err + shown.out
+        assert all(sign.isprintable() or sign == "\n" for sign in shown.err + shown.out)
