@@ -46,6 +46,15 @@ def no_sudden_end() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def hubs_may_be_asked() -> Iterator[None]:
+    """install.sh --test runs with the variables of an installation, in which no hub is asked; `pull` in the tests asks
+    a stand-in on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def kernels_built_once() -> Iterator[None]:
     """A compile into a new cache, in this process, copies an existing library. test_cpu_library.py has its own sources
     and compiles.
