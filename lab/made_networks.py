@@ -126,7 +126,7 @@ def make(blueprint: Blueprint, pool: Pool, cache: Path, seed: int = 0) -> Made:
     sizes: tuple[tuple[Kind, int], ...] = (
         ("weights", need.weights),
         ("kv", need.kv),
-        ("scratch", need.scratch - blueprint.bench_bytes),
+        ("scratch", need.scratch - blueprint.staging_bytes),
     )
     weights, kv, scratch = leases = [pool.lease("made", kind, nbytes, align=ALIGNMENT) for kind, nbytes in sizes]
     random = torch.Generator(device=device).manual_seed(seed)

@@ -8,9 +8,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from .link_types import MESSAGES, SAMPLING, SEED_MAX
 from .node_run import Job, PageView
 from .show import numbered, returned, statistics
-from .sockets import MESSAGES, SAMPLING, SEED_MAX
 from .text_task import Question, TextReply, Writing
 from .values import ModelChoice
 

@@ -9,8 +9,8 @@ from ..service.core import Message
 from ..service.errors import RequestError
 from ..service.vision.tensors import pictures_of
 from .answers import answered, length_input, repeated_rows, sampling_input, seed_input, writing_outputs
+from .link_types import CATEGORY, MODEL
 from .picture_tasks import OWN, TASKS, question_of
-from .sockets import CATEGORY, MODEL
 from .text_task import Question
 from .values import Conversation, ModelChoice, SamplingChoice
 

@@ -8,10 +8,10 @@ from comfy_api.latest import io
 from ..service.api import Model, OpenModel
 from ..service.core import CancelCheck, Message, Thinking
 from ..service.errors import RequestError
+from .link_types import CATEGORY, MODEL
 from .node_run import Job, PageView
 from .options import parse_layers
 from .show import View
-from .sockets import CATEGORY, MODEL
 from .values import HERE, ModelChoice
 
 RAW = "raw text"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from .answers import answered, length_input, repeated_rows, sampling_input, seed_input, writing_outputs
-from .sockets import CATEGORY, MESSAGES, MODEL
+from .link_types import CATEGORY, MESSAGES, MODEL
 from .text_task import Question
 from .values import Conversation, ModelChoice, SamplingChoice
 

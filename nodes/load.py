@@ -13,7 +13,7 @@ from .folders import (
     model_roots,
     where_choices,
 )
-from .sockets import CATEGORY, MODEL
+from .link_types import CATEGORY, MODEL
 from .values import (
     AS_STORED,
     HERE,

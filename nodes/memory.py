@@ -18,10 +18,10 @@ from ..service.memory.pool import Pool
 from ..service.registry import REGISTRY
 from . import bridge
 from .desk import DeskMemory, Seat, desk_bars, desk_text
+from .link_types import CATEGORY, MODEL
 from .node_run import AtTheEnd
 from .picture import draw
 from .show import returned
-from .sockets import CATEGORY, MODEL
 from .values import GIVE_WAY, POLICIES, TTL_SECONDS, ModelChoice, policy_of
 
 AS_CHOSEN = "as their loaders say"

@@ -11,8 +11,8 @@ from ..service.core import Message
 from ..service.errors import OnedeskError
 from ..service.vision.tensors import pictures_of
 from .folders import preset_folders
+from .link_types import CATEGORY, MESSAGES, SEED_MAX
 from .presets import NONE, preset_files, read_preset
-from .sockets import CATEGORY, MESSAGES, SEED_MAX
 from .values import Conversation
 from .wildcards import expand
 

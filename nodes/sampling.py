@@ -5,8 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..service.core import Sampling
+from .link_types import CATEGORY, SAMPLING
 from .options import or_default, parse_bias, parse_stops
-from .sockets import CATEGORY, SAMPLING
 from .values import SamplingChoice
 
 DEFAULT = -1

@@ -107,7 +107,10 @@ def quantize_model(
     family, described, checkpoint = read_family(open_checkpoint(roots.find(name), roots=roots.bases))
     aim = CHOICES[quant] if quant != "int4" else int4(group or DEFAULT_GROUP, symmetric=symmetric)
     plan = requantized(plan_weights(family.destinations(described), checkpoint, aim))
-    if not plan.bench_bytes(convert.CPU) or plan.form == plan_weights(family.destinations(described), checkpoint).form:
+    if (
+        not plan.staging_bytes(convert.CPU)
+        or plan.form == plan_weights(family.destinations(described), checkpoint).form
+    ):
         raise RequestError(
             f"{checkpoint.name} is stored quantized already ({plan.form}); open it as it is, with --quant none"
         )

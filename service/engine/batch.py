@@ -15,13 +15,13 @@ from ..kernels.forward_batch import BLOCK
 from .beam_search import BeamResult
 from .buffers import MAX_BATCH
 from .completion import Completion, Prepared
-from .flights import Flights
 from .leaks import LeakWatch
 from .request_state import RequestState, RunningSequence
 from .scheduler import Scheduler, State, Ticket
 from .session import Session
 from .stages import StageMeter
 from .stepper import Picked
+from .steps_in_flight import StepsInFlight
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Batch:
         self, requests: Sequence[Prepared], session: Session, accounting: Accounting, controls: Controls
     ) -> None:
         self.scheduler = Scheduler(MAX_BATCH)
-        self.flights = Flights(session.stepper)
+        self.in_flight = StepsInFlight(session.stepper)
         self.accounting = accounting
         # Requests that have not ended, by their numbers; ended ones are dropped, for a run may last for days.
         self.requests: dict[int, RequestState] = {}
@@ -197,7 +197,7 @@ class Batch:
         if completion.finish is not None:
             yield from self.end(sequence, completion.finish)
         elif forced or not sequence.launched:
-            self.flights.correct(sequence, token)
+            self.in_flight.correct(sequence, token)
 
     def cache_prefix(self, sequence: RunningSequence) -> None:
         """Put the full blocks of the sequence into the prefix cache."""
@@ -233,7 +233,7 @@ class Batch:
 
     def close(self) -> None:
         """Return all KV blocks."""
-        self.flights.drain()
+        self.in_flight.drain()
         for sequence in self._sequences.values():
             sequence.close_cache()
         for request in self.requests.values():

@@ -30,7 +30,7 @@ class DecodeLoop:
     def __init__(self, batch: Batch, session: Session, accounting: Accounting) -> None:
         self._batch = batch
         self._scheduler = batch.scheduler
-        self._flights = batch.flights
+        self._in_flight = batch.in_flight
         self._stepper = session.stepper
         self._drafting = session.runner.drafting
         self._costs = session.costs
@@ -53,13 +53,13 @@ class DecodeLoop:
             if draft or (limits is not None and limits.unprocessed):
                 yield from batch.guarded(sequence, self._verify, sequence, draft, began, drafting, captured)
                 return
-        if not self._flights:
+        if not self._in_flight:
             sequences = self._with_blocks(sequences)
             self._launch(sequences)
-        while len(self._flights) <= self._stepper.ahead and self._can_run_ahead(sequences):
+        while len(self._in_flight) <= self._stepper.ahead and self._can_run_ahead(sequences):
             self._launch([sequence for sequence in sequences if not sequence.ends_in_flight])
         with self._meter.measure(self._stepper.stage):
-            chosen = self._flights.collect()
+            chosen = self._in_flight.collect()
         if alone and sequences[0].speculator is not None and self._stepper.captured == captured:
             sequences[0].speculator.record(0, 0, time.perf_counter() - began)
         for sequence, picked in chosen:
@@ -68,7 +68,7 @@ class DecodeLoop:
 
     def _launch(self, sequences: Sequence[RunningSequence]) -> None:
         with self._meter.measure("decode"):
-            self._flights.launch(sequences)
+            self._in_flight.launch(sequences)
         self._batch.count_pass("decode")
 
     def _can_run_ahead(self, sequences: Sequence[RunningSequence]) -> bool:
@@ -82,7 +82,7 @@ class DecodeLoop:
         going_on = [sequence for sequence in sequences if not sequence.ends_in_flight]
         if not going_on or self._batch.in_state("prefilling"):
             return False
-        return all(s.kv is not None and s.kv.length < s.kv.capacity and self._flights.can_join(s) for s in going_on)
+        return all(s.kv is not None and s.kv.length < s.kv.capacity and self._in_flight.can_join(s) for s in going_on)
 
     def _with_blocks(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
         """The sequences that have a block for their next token. Where one outgrows its reservation the newest are
@@ -109,7 +109,7 @@ class DecodeLoop:
     def _draft_limits(self, sequence: RunningSequence) -> DraftLimits | None:
         """What a verify pass may hold now; None where no tokens are drafted and an ordinary step is made."""
         kv, unprocessed = sequence.kv, len(sequence.feed) - 1
-        if not self._stepper.checks or not sequence.prepared.speculation or kv is None or self._flights:
+        if not self._stepper.checks or not sequence.prepared.speculation or kv is None or self._in_flight:
             return None
         if not 0 <= unprocessed < MAX_DRAFT_TOKENS:
             return None

@@ -32,8 +32,8 @@ from ..model.positions import PicturePositions, PictureSpan, turns_of
 from ..model.tower import Tower, TowerScratch, build, destinations
 from ..model.vision_config import SEEING, VisionConfig
 from ..model.weights import WeightPlan, plan_weights
-from ..vision.patches import ResizedPicture, resize_picture
 from ..vision.preprocessor import FILE, OLD_FILE, Preprocessor, read_preprocessor
+from ..vision.resize import ResizedPicture, resize_picture
 
 ALIGNMENT = 256
 # Rows of pictures that are kept: 1,024 tokens of 2,560 numbers in BF16 are 5 MB, with three taps 20 MB.

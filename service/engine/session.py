@@ -136,13 +136,13 @@ class Blueprint:
         )
         kv = self.kv_shape.nbytes(context, self.sequences)
         kv += (states.nbytes if states else 0) + (draft.kv_bytes if draft else 0)
-        scratch = sum(parts) + self.bench_bytes
+        scratch = sum(parts) + self.staging_bytes
         return Need(self.plan.nbytes, kv, scratch, context=context, weights_of=self.plan.weights_of)
 
     @property
-    def bench_bytes(self) -> int:
+    def staging_bytes(self) -> int:
         """Bytes of scratch for converting weights while they are read; they are returned after it."""
-        return self.plan.bench_bytes(self.device)
+        return self.plan.staging_bytes(self.device)
 
     @property
     def rows(self) -> int:
@@ -347,21 +347,23 @@ def open_session(owner: str, blueprint: Blueprint, opening: Opening) -> Session:
         kinds: tuple[tuple[Kind, int], ...] = (
             ("weights", need.weights),
             ("kv", need.kv),
-            ("scratch", need.scratch - blueprint.bench_bytes),
+            ("scratch", need.scratch - blueprint.staging_bytes),
         )
         for kind, nbytes in kinds:
             lease = pool.lease(owner, kind, nbytes, align=ALIGNMENT)
             undo.callback(lease.release)
             leases.append(lease)
         weights, kv, scratch = leases
-        bench = pool.lease(owner, "scratch", blueprint.bench_bytes, align=ALIGNMENT) if blueprint.bench_bytes else None
-        if bench is not None:
-            undo.callback(lambda: None if bench.released else bench.release())  # the reader returns it too
+        staging = (
+            pool.lease(owner, "scratch", blueprint.staging_bytes, align=ALIGNMENT) if blueprint.staging_bytes else None
+        )
+        if staging is not None:
+            undo.callback(lambda: None if staging.released else staging.release())  # the reader returns it too
         # Kernels are imported, and in a new cache compiled, while weights are read; to convert weights they are needed.
-        kernels = _kernels(blueprint, opening) if bench is not None else None
+        kernels = _kernels(blueprint, opening) if staging is not None else None
         faster = kernels.quantize if kernels is not None else None
         arrival = WeightArrival(
-            blueprint.plan, weights, opening.progress, opening.cancel, bench, faster, pool.files
+            blueprint.plan, weights, opening.progress, opening.cancel, staging, faster, pool.files
         ).start()
         undo.callback(arrival.stop)  # first: it reads while the rest is built
         kernels = kernels or _kernels(blueprint, opening)

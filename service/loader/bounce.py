@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class StagingBuffer:
     """A reader's staging buffers: `raw` uint8 for a chunk as stored, `work` flat fp32; both on the rows' device."""
 
     raw: torch.Tensor
@@ -22,10 +22,10 @@ class Bench:
 
 
 @torch.inference_mode()
-def take_rows(rows: Rows | None, views: Sequence[torch.Tensor], bench: Bench | None) -> None:
+def take_rows(rows: Rows | None, views: Sequence[torch.Tensor], staging: StagingBuffer | None) -> None:
     """Let the intake of `rows` take them from `views`, the reader's raw buffer; nothing for a chunk without rows."""
-    if rows is not None and bench is not None:
-        rows.intake.take(views[0].view(rows.dtype).view(rows.shape), rows.first, bench.work)
+    if rows is not None and staging is not None:
+        rows.intake.take(views[0].view(rows.dtype).view(rows.shape), rows.first, staging.work)
 
 
 class Bounce:
@@ -47,7 +47,7 @@ class Bounce:
         return self._buffers[self._turn].numpy().data[:nbytes]
 
     @torch.inference_mode()
-    def send(self, chunk: Chunk, views: Sequence[torch.Tensor], bench: Bench | None) -> Chunk | None:
+    def send(self, chunk: Chunk, views: Sequence[torch.Tensor], staging: StagingBuffer | None) -> Chunk | None:
         """Start to copy the filled buffer into `views`, in order, and to let the intake take its rows there. Waits for
         the chunk before this one, and returns it.
         """
@@ -56,7 +56,7 @@ class Bounce:
         with torch.cuda.stream(self._stream):
             for view, part in zip(views, parts, strict=True):
                 view.copy_(part, non_blocking=True)
-            take_rows(chunk.rows, views, bench)
+            take_rows(chunk.rows, views, staging)
             event = None if self._stream is None else torch.cuda.Event(blocking=True)
             if event is not None:
                 event.record()

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import FileError
 from ..memory.backends.mapped import resident_bytes
-from .bounce import Bench, Bounce, take_rows
+from .bounce import Bounce, StagingBuffer, take_rows
 from .chunks import CHUNK_BYTES, Chunk
 from .files import SourceFile, open_regular
 
@@ -82,13 +82,13 @@ class ReadRun:
         self._next = 0
         self._lock = threading.Lock()
 
-    def read_all(self, bench: Bench | None) -> None:
+    def read_all(self, staging: StagingBuffer | None) -> None:
         """Read chunks until none is left or the run is stopped; an error here stops the other readers too."""
         bounces: dict[torch.device, Bounce] = {}
         complete, before = False, thread_faults()
         try:
             while (index := self._take()) is not None:
-                self._read(self.chunks[index], bounces, bench)
+                self._read(self.chunks[index], bounces, staging)
             for bounce in bounces.values():
                 self._arrive(bounce.finish())
             complete = True
@@ -110,21 +110,21 @@ class ReadRun:
             self._next += 1
             return self._next - 1
 
-    def _read(self, chunk: Chunk, bounces: dict[torch.device, Bounce], bench: Bench | None) -> None:
+    def _read(self, chunk: Chunk, bounces: dict[torch.device, Bounce], staging: StagingBuffer | None) -> None:
         """Read one chunk. A chunk for a device arrives when the next one has been read, or at the end."""
         fd = self.files[chunk.source]
-        if chunk.rows is not None and bench is None:
-            raise ValueError("rows are to be taken and this reader has no bench")
-        views = chunk.views if chunk.rows is None or bench is None else [bench.raw[: chunk.nbytes]]
+        if chunk.rows is not None and staging is None:
+            raise ValueError("rows are to be taken and this reader has no staging buffer")
+        views = chunk.views if chunk.rows is None or staging is None else [staging.raw[: chunk.nbytes]]
         if chunk.device.type in DIRECT_DEVICES:
             fill(fd, [view.numpy().data for view in views], chunk)
-            take_rows(chunk.rows, views, bench)
+            take_rows(chunk.rows, views, staging)
             self._arrive(chunk)
         else:
             bounce = bounces.get(chunk.device) or bounces.setdefault(chunk.device, Bounce(chunk.device))
             fill(fd, [bounce.window(chunk.nbytes)], chunk)
-            self._arrive(bounce.send(chunk, views, bench))
-            if chunk.rows is not None:  # the bench is used again for the next rows
+            self._arrive(bounce.send(chunk, views, staging))
+            if chunk.rows is not None:  # the staging buffer is used again for the next rows
                 self._arrive(bounce.finish())
         self._count(chunk)
         if self.drops:

@@ -14,7 +14,7 @@ import torch
 
 from ..core import CancelCheck, Progress, ProgressReport
 from ..errors import Cancelled
-from .bounce import Bench
+from .bounce import StagingBuffer
 from .chunks import Chunk, Job, plan_chunks
 from .files import SourceFile
 from .readers import (
@@ -49,7 +49,7 @@ def stream_tensors(
     drop_behind: DropBehind = True,
     readers: int | None = None,
     arrived: Callable[[int], None] | None = None,
-    benches: Sequence[Bench] = (),
+    staging: Sequence[StagingBuffer] = (),
 ) -> StreamStats:
     """Fill each destination with its tensor's bytes, or pass it its rows, and wait until all have arrived.
 
@@ -57,7 +57,7 @@ def stream_tensors(
     with a job's index as soon as the job's bytes have arrived or were taken.
 
     A destination is contiguous, has the tensor's number of bytes, and has its dtype, or uint8 for the raw bytes;
-    nothing is converted. Or it is a ChunkIntake: then each reader uses one of `benches`, whose raw buffers hold the
+    nothing is converted. Or it is a ChunkIntake: then each reader uses one of `staging`, whose raw buffers hold the
     largest chunk (chunks.intake_bytes). CPU memory is read into directly; another device gets its bytes through two
     bounce buffers per reader, one of which is filled while the other is copied. With `drop_behind` the file's pages
     leave the page cache once they are copied; if it is a function, it is asked with the bytes still to be read, at the
@@ -83,10 +83,10 @@ def stream_tensors(
             source: closing.enter_context(opened(source)) for source in dict.fromkeys(chunk.source for chunk in chunks)
         }
         run = ReadRun(chunks, files, drop_behind)
-        count = max(1, min(len(benches) or readers or default_readers(devices), len(chunks)))
+        count = max(1, min(len(staging) or readers or default_readers(devices), len(chunks)))
         with ThreadPoolExecutor(count, thread_name_prefix="onedesk-read") as pool:
             try:
-                futures = [pool.submit(run.read_all, benches[i] if benches else None) for i in range(count)]
+                futures = [pool.submit(run.read_all, staging[i] if staging else None) for i in range(count)]
                 arrivals = _Arrivals(jobs, chunks, arrived) if arrived else None
                 _watch(run.done, count, Progress(stage, 0, total), progress, cancel, arrivals)
             finally:

@@ -15,7 +15,7 @@ import torch
 
 from ..core import CancelCheck, ProgressReport
 from ..errors import Cancelled
-from ..loader.bounce import Bench
+from ..loader.bounce import StagingBuffer
 from ..loader.chunks import Job
 from ..loader.stream import StreamStats, stream_tensors
 from ..memory.file_cache import FileCache
@@ -38,7 +38,7 @@ class WeightArrival:
     `tensors` (by destination key) can be built into a network at once. A part may be used after `wait` for it; rows of
     the embedding may be used after `fetch_rows`. `waited` is the seconds that the computation has waited for weights.
     `progress` and `cancel` are called on the reading thread. Tensors that are converted while they are read go through
-    `bench`, a lease of plan.bench_bytes, which is returned when the reading ends. `faster` quantizes where it can.
+    `staging`, a lease of plan.staging_bytes, which is returned when the reading ends. `faster` quantizes where it can.
     `files` decides whether the file's pages stay cached; without it they are dropped.
     """
 
@@ -48,7 +48,7 @@ class WeightArrival:
         lease: Lease,
         progress: ProgressReport | None,
         cancel: CancelCheck | None,
-        bench: Lease | None = None,
+        staging: Lease | None = None,
         faster: Quantizer | None = None,
         files: FileCache | None = None,
     ) -> None:
@@ -64,11 +64,11 @@ class WeightArrival:
             for reading in plan.tensors[index].readings:
                 self._jobs.append((reading.info, reading.destination(self._tensor(index), faster)))
                 self._job_tensor.append(index)
-        self._bench = bench
+        self._staging = staging
         self._faster = faster
         self._files = files or FileCache(lambda: 0)
         self._device = next(iter(self.tensors.values())).device
-        self._benches = self._make_benches()
+        self._staging_buffers = self._make_staging()
         self._here = {part: threading.Event() for part in self._missing}
         self.waited = 0.0
         self._progress = progress
@@ -84,18 +84,18 @@ class WeightArrival:
     def _tensor(self, index: int) -> Weight:
         return self.tensors[self._plan.tensors[index].destination.key]
 
-    def _make_benches(self) -> list[Bench]:
-        count, raw, work = self._plan.bench(self._device)
+    def _make_staging(self) -> list[StagingBuffer]:
+        count, raw, work = self._plan.staging(self._device)
 
         def room(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
             shape = (nbytes // dtype.itemsize,)
             return (
-                self._bench.carve(shape, dtype)
-                if self._bench is not None
+                self._staging.carve(shape, dtype)
+                if self._staging is not None
                 else torch.empty(shape, dtype=dtype, device=self._device)
             )
 
-        return [Bench(room(raw, torch.uint8), room(work, torch.float32)) for _ in range(count)]
+        return [StagingBuffer(room(raw, torch.uint8), room(work, torch.float32)) for _ in range(count)]
 
     def start(self) -> WeightArrival:
         """Start reading."""
@@ -165,11 +165,11 @@ class WeightArrival:
     def _return_bench(self) -> None:
         """Release the staging buffers: the reading has ended, so nothing is converted any more."""
         self._jobs.clear()
-        self._benches.clear()
+        self._staging_buffers.clear()
         self._faster = None  # kernels hold memory of their own
-        bench, self._bench = self._bench, None
-        if bench is not None:
-            bench.release()
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.release()
 
     def _should_stop(self) -> bool:
         return self._stopped.is_set() or (self._cancel is not None and self._cancel())
@@ -182,7 +182,7 @@ class WeightArrival:
                     progress=self._progress,
                     cancel=self._should_stop,
                     arrived=self._take,
-                    benches=self._benches,
+                    staging=self._staging_buffers,
                     drop_behind=self._files.lacks_room,
                 )
         except BaseException as failure:  # noqa: BLE001 - handed to the thread that waits, whatever it is

@@ -19,7 +19,7 @@ import torch
 
 from ..core import CancelCheck, Progress, ProgressReport
 from ..errors import Cancelled, FileError, OnedeskError
-from ..loader.bounce import Bench
+from ..loader.bounce import StagingBuffer
 from ..loader.checkpoint import Checkpoint
 from ..loader.chunks import intake_bytes
 from ..loader.files import open_regular, read_exactly
@@ -71,7 +71,7 @@ class Conversion:
     @property
     def need(self) -> int:
         """Bytes of memory required: the largest tensor plus the readers' staging buffers."""
-        return max(map(_tensor_bytes, self.plan.tensors)) + _bench_bytes(self.plan)
+        return max(map(_tensor_bytes, self.plan.tensors)) + _staging_bytes(self.plan)
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ def _read(
     total, done = sum(sizes), sum(sizes[:first])
     for tensor in plan.tensors[first:]:
         room = _ConversionBuffers(lease)
-        benches = _benches(plan, room)
+        staging = _staging_buffers(plan, room)
         target = None
         if keep is not None:
             target = tensor.carve_staged(room.carve) if isinstance(tensor, StagedTensor) else tensor.carve(room.carve)
@@ -250,14 +250,14 @@ def _read(
                 progress(Progress("load", before + here.done, total))
 
         stats = stream_tensors(
-            [(one.reading.info, one) for one in hashed], progress=report, cancel=cancel, benches=benches
+            [(one.reading.info, one) for one in hashed], progress=report, cancel=cancel, staging=staging
         )
         done += stats.bytes
         if target is not None and keep is not None:
             if tensor.settle is not None:
                 tensor.settle(target)
             if isinstance(tensor, StagedTensor):
-                target = _turned(tensor, target, room, benches[0], conversion.faster)
+                target = _turned(tensor, target, room, staging[0], conversion.faster)
             keep(iter(target.tensors if isinstance(target, QuantizedWeight) else (target,)))
         yield [one.digest() for one in hashed]
     if cancel is not None and cancel():
@@ -265,12 +265,12 @@ def _read(
 
 
 def _turned(
-    tensor: StagedTensor, read: Weight, room: _ConversionBuffers, bench: Bench, faster: Quantizer | None
+    tensor: StagedTensor, read: Weight, room: _ConversionBuffers, staging: StagingBuffer, faster: Quantizer | None
 ) -> Weight:
     """The tensor in its target format, made of the format that was read."""
     target = tensor.carve(room.carve)
     if isinstance(read, QuantizedWeight) and isinstance(target, QuantizedWeight):
-        tensor.turn(read, target, bench.work, faster)
+        tensor.turn(read, target, staging.work, faster)
     return target
 
 
@@ -319,14 +319,14 @@ def _check_room(begun: Path, plan: WeightPlan) -> None:
         )
 
 
-def _bench_bytes(plan: WeightPlan) -> int:
-    """As plan.bench_bytes, but every tensor is staged in rows, because it is hashed."""
+def _staging_bytes(plan: WeightPlan) -> int:
+    """As plan.staging_bytes, but every tensor is staged in rows, because it is hashed."""
     count, raw, work = _bench(plan)
     return count * (raw + work)
 
 
 def _bench(plan: WeightPlan) -> tuple[int, int, int]:
-    count, _, work = plan.bench(CPU)
+    count, _, work = plan.staging(CPU)
     raw = max(
         intake_bytes(reading.info, reading.step, reading.most) for tensor in plan.tensors for reading in tensor.readings
     )
@@ -346,9 +346,11 @@ class _ConversionBuffers:
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
 
 
-def _benches(plan: WeightPlan, room: _ConversionBuffers) -> list[Bench]:
+def _staging_buffers(plan: WeightPlan, room: _ConversionBuffers) -> list[StagingBuffer]:
     count, raw, work = _bench(plan)
-    return [Bench(room.carve((raw,), torch.uint8), room.carve((work // 4,), torch.float32)) for _ in range(count)]
+    return [
+        StagingBuffer(room.carve((raw,), torch.uint8), room.carve((work // 4,), torch.float32)) for _ in range(count)
+    ]
 
 
 def _publish(made: Path, folder: Path, aside: Path) -> None:

@@ -41,7 +41,7 @@ class Reading:
     rowwise: bool = True
 
     @property
-    def bench_bytes(self) -> int:
+    def staging_bytes(self) -> int:
         """Bytes of the largest part that is converted in one step; 0 where bytes stay unchanged."""
         return 0 if self.take is None else intake_bytes(self.info, self.step, self.most)
 

@@ -170,14 +170,14 @@ class WeightPlan:
         """Whether a file to be read was changed or deleted since the plan was made."""
         return any(not source.unchanged() for source in self.sources)
 
-    def bench(self, device: torch.device) -> tuple[int, int, int]:
+    def staging(self, device: torch.device) -> tuple[int, int, int]:
         """How many staging buffers the conversion needs, and the bytes of each one's raw buffer and workspace; zeros
         for none.
         """
         taken = [tensor for tensor in self.tensors if any(reading.take for reading in tensor.readings)]
         if not taken:
             return 0, 0, 0
-        raw = max(reading.bench_bytes for tensor in taken for reading in tensor.readings)
+        raw = max(reading.staging_bytes for tensor in taken for reading in tensor.readings)
         rows = [
             padded_columns(tensor.held, tensor.destination.shape[1])
             for tensor in taken
@@ -186,9 +186,9 @@ class WeightPlan:
         tile = min(tile_elements(device), max(tensor.destination.elements for tensor in taken))
         return default_readers(), _aligned(raw), _aligned(4 * max(*rows, 1, tile))
 
-    def bench_bytes(self, device: torch.device) -> int:
+    def staging_bytes(self, device: torch.device) -> int:
         """Bytes that are needed only while the weights are read."""
-        count, raw, work = self.bench(device)
+        count, raw, work = self.staging(device)
         return count * (raw + work)
 
 

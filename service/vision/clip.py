@@ -10,8 +10,8 @@ import torch
 
 from ..core import Picture
 from ..errors import Field, RequestError
-from .patches import ResizedPicture, levels_of, resize_levels, resized
 from .preprocessor import Preprocessor
+from .resize import ResizedPicture, levels_of, resize_levels, resized
 
 RATE = 2.0  # frames per second that are read
 LEAST_FRAMES, MOST_FRAMES = 4, 768

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onedesk.service.errors import ModelError
 from onedesk.service.loader import readers as readers_module
-from onedesk.service.loader.bounce import Bench
+from onedesk.service.loader.bounce import StagingBuffer
 from onedesk.service.loader.chunks import intake_bytes
 from onedesk.service.loader.header import read_header
 from onedesk.service.loader.stream import stream_tensors
@@ -45,8 +45,8 @@ class Collector:
         return torch.cat([self.parts[first] for first in sorted(self.parts)])
 
 
-def benches(count: int, nbytes: int) -> list[Bench]:
-    return [Bench(torch.empty(nbytes, dtype=torch.uint8), torch.empty(16)) for _ in range(count)]
+def staging(count: int, nbytes: int) -> list[StagingBuffer]:
+    return [StagingBuffer(torch.empty(nbytes, dtype=torch.uint8), torch.empty(16)) for _ in range(count)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,7 +79,7 @@ def test_all_rows_come_once_in_whole_steps(
     room = max(intake_bytes(found["m"], step, most), 4)
     arrived: list[int] = []
     jobs = [(found["m"], mine), (found["before"], plain), (found["one"], single)]
-    stats = stream_tensors(jobs, benches=benches(count, room), arrived=arrived.append)
+    stats = stream_tensors(jobs, staging=staging(count, room), arrived=arrived.append)
     assert stats.bytes == matrix.nbytes + 9 * 8 + 4
     assert sorted(arrived) == [0, 1, 2]
     assert torch.equal(plain, torch.arange(9))
@@ -93,7 +93,7 @@ def test_all_rows_come_once_in_whole_steps(
 def test_each_reader_has_its_own_staging_buffer(tmp_path: Path) -> None:
     save_file({"m": torch.randn(400, 50)}, tmp_path / "m.safetensors")
     mine = Collector(most=1000)
-    stream_tensors([(read_header(tmp_path / "m.safetensors").tensors["m"], mine)], benches=benches(2, 1000), readers=4)
+    stream_tensors([(read_header(tmp_path / "m.safetensors").tensors["m"], mine)], staging=staging(2, 1000), readers=4)
     assert 1 <= len(mine.works) == len(mine.threads) <= 2
     assert all(name.startswith("onedesk-read") for name in mine.threads)
 
@@ -107,7 +107,7 @@ def test_an_intake_that_refuses_ends_the_stream(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match="no numbers"):
         stream_tensors(
-            [(read_header(tmp_path / "m.safetensors").tensors["m"], Refusing(most=1000))], benches=benches(2, 1000)
+            [(read_header(tmp_path / "m.safetensors").tensors["m"], Refusing(most=1000))], staging=staging(2, 1000)
         )
     assert_no_reader_left()
 

@@ -110,7 +110,7 @@ def test_the_next_opening_reads_it_as_it_lies(folder: Path, cache: Path, pool: P
     whole = made(folder, cache, pool, quant)
     plan = plan_of(folder, cache, quant)
     assert from_cache(plan)
-    assert plan.bench_bytes(CPU) == 0
+    assert plan.staging_bytes(CPU) == 0
     assert plan.form == whole.plan.form
     assert not plan.changed()
     assert not from_cache(plan_of(folder, cache, "int8" if quant == "int4" else "int4"))

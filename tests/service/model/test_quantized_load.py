@@ -98,12 +98,12 @@ def test_they_are_what_turning_them_as_a_whole_gives(
 def test_memory_matches_the_estimate_and_buffers_are_returned(folder: Path, pool: Pool, tmp_path: Path) -> None:
     blueprint = drawn(folder, "int4")
     need = blueprint.need
-    assert blueprint.bench_bytes > 0
+    assert blueprint.staging_bytes > 0
     peaks: list[int] = []
     opened = open_session("tiny", blueprint, Opening(pool, tmp_path, progress=lambda _: peaks.append(pool.used())))
     opened.settle()
     assert max(peaks) == need.total
-    assert pool.used() == need.total - blueprint.bench_bytes == opened.held_bytes()
+    assert pool.used() == need.total - blueprint.staging_bytes == opened.held_bytes()
     assert opened.leases[0].free < 256
     smaller = drawn(folder, "none").need
     assert smaller.weights_of == {"int8": drawn(folder, "int8").need.weights, "int4": need.weights}

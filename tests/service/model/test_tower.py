@@ -19,8 +19,8 @@ from onedesk.service.model.families import read_tower
 from onedesk.service.model.tower import Tower, TowerScratch, build, destinations
 from onedesk.service.model.vision_config import SEEING as SEEING_FAMILIES
 from onedesk.service.model.weights import plan_weights
-from onedesk.service.vision.patches import resize_picture
 from onedesk.service.vision.preprocessor import read_preprocessor
+from onedesk.service.vision.resize import resize_picture
 from pictures import drawn, pillow
 from published import change_config, change_tensors
 from tiny_vision import SEEING, Oracle, write_seeing

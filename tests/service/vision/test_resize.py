@@ -15,8 +15,8 @@ from onedesk.service.core import Picture
 from onedesk.service.errors import ModelError, RequestError
 from onedesk.service.setup.launch_comfyui import OperatorsFirst
 from onedesk.service.vision.clip import clip_pairs, sampled_frames
-from onedesk.service.vision.patches import resize_picture
 from onedesk.service.vision.preprocessor import read_preprocessor
+from onedesk.service.vision.resize import resize_picture
 from onedesk.service.vision.tensors import pictures_of
 from pictures import QWEN2_5_VL, QWEN3_VL, array, drawn, pillow
 

@@ -20,7 +20,7 @@ class _FlightEntry:
     wanted: bool
 
 
-class Flights:
+class StepsInFlight:
     """Steps of a batch in flight on a stepper, at most one more than it can run ahead.
 
     A step launched ahead feeds each sequence the token that the device chose, before the host has seen it. Where the
