@@ -114,5 +114,5 @@ def test_an_intake_that_refuses_ends_the_stream(tmp_path: Path) -> None:
 
 def test_rows_without_a_bench_are_a_fault_of_the_caller(tmp_path: Path) -> None:
     save_file({"m": torch.randn(4, 5)}, tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="this reader has no bench"):
+    with pytest.raises(ValueError, match="this reader has no staging buffer"):
         stream_tensors([(read_header(tmp_path / "m.safetensors").tensors["m"], Collector())])
