@@ -51,3 +51,10 @@ def test_every_document_that_a_message_names_is_installed(repository: Path, sett
     assert {"docs/memory.md", "docs/install.md"} <= named
     installed = {path for pattern in settings["package-data"]["onedesk"] for path in repository.glob(pattern)}
     assert {name for name in named if repository / name not in installed} == set()
+
+
+def test_the_registry_archive_leaves_out_what_does_not_run_in_comfyui(repository: Path) -> None:
+    lines = (repository / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    left_out = {line.rstrip("/") for line in lines if line and not line.startswith("#")}
+    assert left_out == {".ci", "lab", "tests", "training"}
+    assert all((repository / name).is_dir() for name in left_out)
