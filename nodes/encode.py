@@ -35,10 +35,10 @@ class Encoding:
     def prepare(self, model: Model, cancel: CancelCheck) -> None:
         """Template, tokens, padding. Raises RequestError, ModelError."""
         model = _here(model)
-        text = self._text
-        if self._template != RAW:
-            text = model.render([Message("user", text)], _THINKING[self._template])
-        ids = model.encode(text)
+        if self._template == RAW:
+            ids = model.encode(self._text)
+        else:
+            ids = model.encode_conversation([Message("user", self._text)], _THINKING[self._template])
         if not ids:
             raise RequestError("the text to encode is empty; write at least one character")
         if len(ids) < self._min_tokens:

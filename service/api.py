@@ -42,6 +42,7 @@ from .memory.policy import Policy
 from .memory.pool import Pool, Released
 from .memory.read_bandwidth import known_ceiling
 from .peers.remote import RemoteModel
+from .text.conversation import render_conversation
 from .text.language import Language
 from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer
@@ -176,6 +177,11 @@ class OpenModel:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, control tokens recognized."""
         return self.tokenizer.encode(text)
+
+    def encode_conversation(self, messages: Sequence[Message], thinking: Thinking = "auto") -> list[int]:
+        """Token ids of the conversation as the model's prompt; texts of control tokens in messages stay text."""
+        language = self.language
+        return list(render_conversation(language.template, language.added_tokens, messages, thinking=thinking).ids)
 
     def encode_for_vector(self, text: str, instruction: str = "") -> list[int]:
         """Token ids of `text` for `embed`: with the end token that the tokenizer's post-processor adds, and after the

@@ -170,6 +170,12 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text)
 
 
+def write_text(text: str) -> None:
+    """Write lines to stdout as `printable` has them."""
+    sys.stdout.write(printable(text) + "\n")
+    sys.stdout.flush()
+
+
 class PrintableFormatter(logging.Formatter):
     """Formats log lines for a terminal."""
 

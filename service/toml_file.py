@@ -92,9 +92,9 @@ def checked(where: str, kind: Kind, value: Any, bounds: tuple[float, float] | No
     elif _fits_kind(kind, value):
         read = value
     else:
-        raise FileError(f"{where} is {value!r}; use {_WORDS[kind]}")
+        raise FileError(f"{where} is {value!r:.80}; use {_WORDS[kind]}")
     if bounds and not bounds[0] <= read <= bounds[1]:
-        raise FileError(f"{where} is {value!r}; use {bounds[0]} to {bounds[1]}")
+        raise FileError(f"{where} is {value!r:.80}; use {bounds[0]} to {bounds[1]}")
     return read
 
 
@@ -106,5 +106,5 @@ def _fits_kind(kind: Kind, value: Any) -> bool:
     if kind == "texts":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if kind == "number":
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return isinstance(value, int) and not isinstance(value, bool) and (kind == "whole" or value >= 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, load_config
-from ..console import UsageError, ends_as_interrupted, write_json
+from ..console import UsageError, ends_as_interrupted, write_json, write_text
 from ..errors import FileError, PeerError, RequestError
 from ..setup.comfyui import ComfyProcess
 from ..setup.desk import device_arguments, folder_arguments, need_desk
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(asdict(result) | {"picture": str(result.picture)})
     else:
-        print(f"idea:    {result.idea}\nprompt:  {result.prompt}\npicture: {result.picture}")
+        write_text(f"idea:    {result.idea}\nprompt:  {result.prompt}\npicture: {result.picture}")
     return SUCCESS
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..config import load_config
 from ..console import Stop, write_json
 from ..core import Message, Request
 from .model_options import add_request_options, checked_options, opened
-from .options import FAILURE, INTERRUPTED, SUCCESS, Subcommands
+from .options import FAILURE, INTERRUPTED, SUCCESS, Subcommands, named_path
 from .output import answered, document, run_request
 from .pictures import add_pixels, picture_documents, read_pictures
 
@@ -21,7 +20,7 @@ def add_to(subcommands: Subcommands) -> None:
     """Add `describe` to the command."""
     parser = subcommands.add("describe", run, "Say what is in one or more pictures; needs a model that sees.")
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="PNG, JPEG, WEBP, GIF (its first frame), BMP or TIFF"
+        "files", nargs="+", type=named_path, metavar="FILE", help="PNG, JPEG, WEBP, GIF (its first frame), BMP or TIFF"
     )
     question = f"what to say of them; default: {QUESTION!r}"
     parser.add_argument("--question", metavar="Q", help=question)

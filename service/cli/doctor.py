@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..config import load_config
-from ..console import UsageError, write_json
+from ..console import UsageError, write_json, write_text
 from .options import FAILURE, SUCCESS, Subcommands, rate, size, whole_from
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         write_json({"ok": ok, "checks": [asdict(check) for check in checks]})
     else:
         for check in checks:
-            print(f"{check.status:<8} {check.name}: {check.detail}" + (f"\n         {check.fix}" if check.fix else ""))
+            write_text(
+                f"{check.status:<8} {check.name}: {check.detail}" + (f"\n         {check.fix}" if check.fix else "")
+            )
     return SUCCESS if ok else FAILURE
 
 
@@ -64,7 +66,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..catalog import plan, plan_report
 
     planned = plan.run(args, _speed(args))
-    write_json(planned) if args.json else print(plan_report.plan_table(planned))
+    write_json(planned) if args.json else write_text(plan_report.plan_table(planned))
     return SUCCESS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import load_config
-from ..console import Stop, UsageError, write_json
+from ..console import Stop, UsageError, write_json, write_text
 from ..errors import RequestError
 from ..knowledge.base import KnowledgeBase, UpdateReport, base_of, bases
 from .options import FAILURE, SUCCESS, Subcommands, whole_from
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         return SUCCESS
     if args.action == "add" and not args.rest:
         raise UsageError("knowledge add needs at least one PATH after the NAME")
+    if args.action == "add" and "" in args.rest:
+        raise UsageError("knowledge add was given an empty PATH; name a file or folder")
     stop = Stop()
     with stop.listening():
         report = base.add([Path(path) for path in args.rest], stop) if args.action == "add" else base.update(stop)
@@ -71,7 +73,7 @@ def _search(base: KnowledgeBase, query: str, count: int, *, as_json: bool) -> in
     found = base.search(query, count)
     lines = [
         f"[{number}] {piece.source}, {piece.heading or 'no heading'}, characters {piece.start}-{piece.end}\n"
-        f"{piece.text}\n"
+        f"{piece.text.expandtabs(4)}\n"
         for number, piece in enumerate(found, 1)
     ]
     document = {"pieces": [asdict(piece) for piece in found], "method": METHOD}
@@ -96,4 +98,4 @@ def _say(document: Any, text: str, *, as_json: bool) -> None:
     if as_json:
         write_json(document)
     else:
-        print(text)
+        write_text(text)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from ..config import load_config
 from ..console import UsageError, write_json
-from .options import SUCCESS, Subcommands
+from .options import SUCCESS, Subcommands, named_path
 
 CLEAR = "\x1b[H\x1b[2J"  # clears a terminal's screen
 WATCH_SECONDS = 1.0
@@ -21,7 +20,7 @@ def add_to(subcommands: Subcommands) -> None:
         "memory", run, "What the memory is, how much of it Onedesk may use, and which owners hold it."
     )
     parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
-    parser.add_argument("--proc", type=Path, metavar="DIR", help="read another machine's copied /proc")
+    parser.add_argument("--proc", type=named_path, metavar="DIR", help="read another machine's copied /proc")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,7 +55,9 @@ class Subcommands:
         parser.add_argument("--context", type=whole_from(2), metavar="N", help=context)
         device = "auto, the default: CUDA if there is a GPU"
         parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
-        parser.add_argument("--config", type=Path, metavar="FILE", help="an onedesk.toml other than the installation's")
+        parser.add_argument(
+            "--config", type=named_path, metavar="FILE", help="an onedesk.toml other than the installation's"
+        )
         parser.add_argument(
             "-v", "--verbose", action="count", default=0, help="log more on stderr; twice for everything"
         )
@@ -105,6 +107,13 @@ def number(text: str) -> float:
 
 
 _LEAST_SIZE = 1 << 20
+
+
+def named_path(text: str) -> Path:
+    """Read a path; an empty one would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; name a file or folder, or leave the option out")
+    return Path(text)
 
 
 def size(text: str) -> int:

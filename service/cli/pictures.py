@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import Picture
-from .options import whole_from
+from .options import named_path, whole_from
 
 if TYPE_CHECKING:
     from ..api import OpenModel
@@ -23,7 +23,7 @@ def add_pixels(parser: argparse.ArgumentParser) -> None:
 def add_images(parser: argparse.ArgumentParser) -> None:
     """Add --image and --pixels."""
     image = "a picture for a model that sees; may be repeated. With --ids its image token stands once per picture"
-    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help=image)
+    parser.add_argument("--image", type=named_path, action="append", default=[], metavar="FILE", help=image)
     add_pixels(parser)
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load_config
-from ..console import UsageError, write_json
+from ..console import UsageError, write_json, write_text
 from ..errors import Cancelled, ModelError, OnedeskError, RequestError
-from .options import SUCCESS, Subcommands
+from .options import SUCCESS, Subcommands, named_path
 from .pull_report import Reporter, plan_text, size
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def add_to(subcommands: Subcommands) -> None:
         "--verify", action="store_true", help="hash every file of a pulled model again; connects to nothing"
     )
     words = "take files from this folder where their hashes agree: a hub client's cache, ComfyUI's models, any copy"
-    parser.add_argument("--import", dest="local", type=Path, metavar="PATH", help=words)
+    parser.add_argument("--import", dest="local", type=named_path, metavar="PATH", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,7 +117,7 @@ class _Command:
         async with Hubs(limits, report, os.environ, local) as hubs:
             plan = await Planner(request_of(self._args), self._config, hubs, verdict, report, stop).plan()
             if self._args.dry_run:
-                write_json(plan.document()) if self._args.json else print(plan_text(plan))
+                write_json(plan.document()) if self._args.json else write_text(plan_text(plan))
                 return SUCCESS
             self._show(plan)
             done = await Fetch(plan, hubs, limits, report, stop).run()
@@ -128,7 +128,7 @@ class _Command:
         if self._args.json:
             self._reporter({"event": "plan", **plan.document()})
         else:
-            print(plan_text(plan), flush=True)
+            write_text(plan_text(plan))
 
     def _finish(self, plan: PullPlan, done: dict[str, Any]) -> None:
         self._reporter.end()
@@ -143,12 +143,12 @@ class _Command:
                 done | {"models": [{key: row[key] for key in ("name", "opens", "fits", "reason")} for row in rows]}
             )
             return
-        print(
+        write_text(
             f"{plan.name} is complete: {size(done['bytes'])} in {done['folder']}, {size(done['fetched'])} of it"
             " fetched now"
         )
         for row in rows:
-            print(
+            write_text(
                 f"{row['name']}: {row['reason']}"
                 + (f'\n  onedesk generate --model {shlex.quote(row["name"])} "..."' if row["opens"] else "")
             )
@@ -291,7 +291,7 @@ def _verify(args: argparse.Namespace, config: Config) -> int:
             }
         )
     else:
-        print(
+        write_text(
             f"{args.name} is what was pulled: {len(files)} files, {size(total)}, commit {found.commit[:12]} of"
             f" {found.repo}"
         )

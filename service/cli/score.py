@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..config import load_config
 from ..console import Stop, UsageError, read_text_file, write_json
 from .model_options import opened
-from .options import SUCCESS, Subcommands, token_ids
+from .options import SUCCESS, Subcommands, named_path, token_ids
 from .pictures import add_images, picture_documents, read_pictures
 
 
@@ -18,7 +17,7 @@ def add_to(subcommands: Subcommands) -> None:
     parser = subcommands.add("score", run, "Log-probabilities and perplexity of a text.")
     parser.add_argument("--ids", type=token_ids, metavar="1,2,3", help="raw token ids, at most the context")
     text = "a UTF-8 text; one longer than the context is scored in windows"
-    parser.add_argument("--text-file", type=Path, metavar="F", help=text)
+    parser.add_argument("--text-file", type=named_path, metavar="F", help=text)
     add_images(parser)
 
 

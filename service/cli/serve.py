@@ -16,7 +16,7 @@ from ..config import Config, load_config, own_version
 from ..console import UsageError
 from ..core import ModelSpec
 from ..tree_names import FILE_NAME
-from .options import Subcommands, whole_from
+from .options import Subcommands, named_path, whole_from
 
 if TYPE_CHECKING:
     from ..peers.note import Note
@@ -39,12 +39,12 @@ def add_to(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--port", type=whole_from(0), metavar="N", help="0: any free port; default 8787, or port in [service]"
     )
-    parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on a unix socket instead")
+    parser.add_argument("--uds", type=named_path, metavar="PATH", help="listen on a unix socket instead")
     where = "the token's file, made if absent; default: in the tree's cache"
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=where)
+    parser.add_argument("--token-file", type=named_path, metavar="FILE", help=where)
     parser.add_argument("--no-token", action="store_true", help="ask for no token; on loopback or a unix socket only")
     roots = "serve the models of this folder too, before others"
-    parser.add_argument("--roots", type=Path, action="append", metavar="FOLDER", help=roots)
+    parser.add_argument("--roots", type=named_path, action="append", metavar="FOLDER", help=roots)
     parser.add_argument(
         "--on-demand", action="store_true", help="end after a time without requests, see linger in [service]"
     )
@@ -113,8 +113,6 @@ def _plan(args: argparse.Namespace) -> ServePlan:
     port = config.service.port if args.port is None else args.port
     if port > 65535:
         raise UsageError(f"--port is {port}; use 0 to 65535")
-    if args.uds is not None and str(args.uds) == ".":
-        raise UsageError("--uds is empty; give the path of the socket to make")
     if args.uds is not None and (args.host is not None or args.port is not None):
         raise UsageError("--uds goes without --host and --port; give one or the other")
     if args.no_token and args.token_file is not None:

@@ -68,7 +68,7 @@ class MemorySettings:
         for name in ("poll", "poll_loading"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.01 <= value <= 60:
-                raise RequestError(f"memory {name} is {value!r}; use 0.01 to 60 seconds")
+                raise RequestError(f"memory {name} is {value!r:.40}; use 0.01 to 60 seconds")
         if self.oversubscribe and not self.managed:
             raise RequestError("memory oversubscribe needs managed = true: plain device blocks cannot be set aside")
         if (most := self.limit_bytes) is not None and (
@@ -79,9 +79,9 @@ class MemorySettings:
 
 
 def _check_share(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high:
-        shown = f"{value:.0%}" if number else repr(value)
+        shown = f"{value:.0%}" if number and abs(value) < 100 else f"{value!r:.40}"
         raise RequestError("memory ", Field(name), f" is {shown}; use {low:.0%} to {high:.0%}")
 
 

@@ -334,8 +334,21 @@ def test_the_hub_settings_are_read_and_held_to_their_ranges(tmp_path):
             load_config(write(tmp_path, f"[hub]\n{wrong}\n"))
 
 
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [(table, key) for table, keys in config_module._TABLES.items() for key, kind in keys.items() if kind == "number"],
+)
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "-1" + "0" * 400, "inf", "nan"])
+def test_a_number_beyond_any_float_is_refused_by_name(tmp_path, table, key, value):
+    with pytest.raises(FileError, match=rf"{key} in \[{table}\] is .*; use ") as refused:
+        load_config(write(tmp_path, f"[{table}]\n{key} = {value}\n"))
+    assert len(str(refused.value)) < 200
+
+
 NUMBERS = st.one_of(
-    st.integers(-(2**70), 2**70), st.floats(), st.sampled_from([2**50 + 1, 2**63, 1e308, -0.0, 5e-324, True, 2**40])
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.sampled_from([2**50 + 1, 2**63, 10**400, 1e161, 1e308, -0.0, 5e-324, True, 2**40]),
 )
 
 

@@ -222,7 +222,16 @@ def test_help_has_every_option_and_default():
     ("words", "said"),
     [
         (["doctor", "--plan", "x", "--memory", "4"], "4 is so many bytes; add the unit, such as 4GiB"),
-        (["serve", "--uds", ""], "--uds is empty"),
+        (["serve", "--uds", ""], "argument --uds: the path is empty"),
+        (["serve", "--token-file", ""], "argument --token-file: the path is empty"),
+        (["serve", "--roots", ""], "argument --roots: the path is empty"),
+        (["memory", "--proc", ""], "argument --proc: the path is empty"),
+        (["score", "--text-file", ""], "argument --text-file: the path is empty"),
+        (["generate", "x", "--image", ""], "argument --image: the path is empty"),
+        (["describe", ""], "argument FILE: the path is empty"),
+        (["pull", "--import", "", "Qwen/Qwen3-4B"], "argument --import: the path is empty"),
+        (["models", "--config", ""], "argument --config: the path is empty"),
+        (["knowledge", "add", "k", ""], "was given an empty PATH"),
     ],
 )
 def test_sizes_need_a_unit_and_paths_are_not_empty(words, said, tree, capsys):
@@ -246,4 +255,15 @@ def test_no_command_prints_what_moves_the_cursor(name, tree, tmp_path, capsys):
         assert cli.main([*words, *options]) != 0
         shown = capsys.readouterr()
         assert "\x1b" not in shown.err + shown.out
+        assert all(sign.isprintable() or sign == "\n" for sign in shown.err + shown.out)
+
+
+def test_no_command_prints_what_moves_the_cursor_where_it_succeeds(tree, tmp_path, capsys):
+    """Names and texts of documents and settings are others' writing too."""
+    note = tmp_path / "cats\x1b[2J.md"
+    note.write_text("# head\x1b[31m\n\tcats \x1b]0;title\x07 here\n", encoding="utf-8")
+    options = ["--config", str(tree / "onedesk.toml")]
+    for words in (["add", "escapes", str(note)], ["search", "escapes", "cats"], ["list"], ["remove", "escapes"]):
+        assert cli.main(["knowledge", *words, *options]) == 0
+        shown = capsys.readouterr()
         assert all(sign.isprintable() or sign == "\n" for sign in shown.err + shown.out)

@@ -157,7 +157,7 @@ def test_hostile_files_are_named_and_the_others_are_read(
         (folder / name).write_bytes(content)
     (folder / "good.txt").write_text("one cat")
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("one cat")
-    bad["\\udcff.txt"] = (b"", "no UTF-8")
+    bad["\\udcff.txt"] = (b"", "not UTF-8")
     report = base.add([folder])
     assert report.added == [str(folder / "good.txt")]
     assert {Path(path).name for path in report.failed} == set(bad)
@@ -240,7 +240,7 @@ def test_two_writers_a_full_disk_and_a_damaged_file_are_named(
 
 def test_names_and_stops(base: KnowledgeBase, folder: Path) -> None:
     for name in ("", "../a", ".hidden", "a/b", "x" * 65):
-        with pytest.raises(RequestError, match="is no name"):
+        with pytest.raises(RequestError, match="is not a name"):
             base_of(base.file.parent, name)
     with pytest.raises(RequestError, match="there is no knowledge base 'desk'; bases: none"):
         base.search("cat")

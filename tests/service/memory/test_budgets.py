@@ -24,7 +24,7 @@ BAD = {
     "nothing": ("limit = 0", r"memory limit is 0%; use 10% to 95%"),
     "nothing, in bytes": (
         "limit_bytes = 0",
-        r"memory limit_bytes is 0; use a whole number of bytes from 1, or leave it out",
+        r"memory limit_bytes is 0; use a whole number of bytes from 1 to 1125899906842624, or leave it out",
     ),
     "over all": ("limit = 1.5", r"memory limit is 150%; use 10% to 95%"),
     "over all, in bytes": (
