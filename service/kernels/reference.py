@@ -50,6 +50,9 @@ class ReferenceKernels:
         self.reason = "plain torch"
         self._contiguous: Sequence[torch.Tensor] = ()
 
+    def forget_calls(self) -> None:
+        """Drop whatever is kept of calls so far: buffers that they used are about to be returned."""
+
     @classmethod
     def workspace_spec(
         cls, heads: HeadShape, positions: int, activation: torch.dtype, columns: int

@@ -209,6 +209,12 @@ class Tower:
 
         `check` is called within every block and may raise to stop. `seen` gets the state after each stage by name.
         """
+        try:
+            self._run(picture, scratch, out, check, seen)
+        finally:
+            self.kernels.forget_calls()  # their operands would hold this picture's scratch
+
+    def _run(self, picture: Patches, scratch: TowerScratch, out: torch.Tensor, check: Check, seen: Seen | None) -> None:
         layout = lay_out(self.shape, picture.grid)
         x = scratch.x
         self._embed(picture, layout, x, check)

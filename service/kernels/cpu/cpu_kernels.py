@@ -99,6 +99,9 @@ class CpuKernels(ReferenceKernels):
         super().reserve(rest)
         self._calls.use(workspace)
 
+    def forget_calls(self) -> None:
+        self._calls.forget()
+
     def run_captured(self, owner: object, index: int, work: Callable[[], None]) -> None:
         self._calls.run_captured(owner, index, work)
 

@@ -15,6 +15,7 @@ import torch
 from onedesk.service.api import OpenModel, open_model
 from onedesk.service.core import Message, Picture, Request, Result, Sampling
 from onedesk.service.errors import ModelError, RequestError
+from onedesk.service.kernels.cpu.cpu_kernels import CpuKernels
 from onedesk.service.memory.budget import MemorySettings
 from onedesk.service.memory.pool import Pool
 from onedesk.service.memory.truth import read_truth
@@ -174,6 +175,17 @@ def test_the_tower_gives_way_alone_and_wakes_alone(model: OpenModel):
     assert model.reader.runs == 1, "the rows of the last picture were kept"
     answer(model, asked(question(1), drawn(200, 160, 9)))
     assert model.reader.runs == 2
+
+
+@pytest.mark.parametrize(("width", "height"), [(608, 832), (608, 864)])  # 494 tokens, and 513: slices of 2 rows
+def test_a_picture_that_was_read_holds_no_scratch(model: OpenModel, width: int, height: int):
+    """Calls of few rows are kept by the CPU's kernels, with their operands."""
+    for seed in range(3):
+        picture = drawn(width, height, seed)
+        answer(model, asked(question(1), picture, pixels=1_000_000, prefix_reuse=False, max_tokens=1))
+        kernels = model.reader._awake.tower.kernels  # type: ignore[union-attr]
+        assert isinstance(kernels, CpuKernels)
+        assert not kernels._calls._kept
 
 
 def test_kept_rows_give_way_under_pressure(model: OpenModel):
