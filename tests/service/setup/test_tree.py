@@ -179,7 +179,7 @@ def test_project_is_read_without_a_toml_parser(repository: Path, tmp_path: Path)
     assert not any(name.startswith("torch") for name in project.dependencies)
     assert [name.partition(">")[0] for name in project.service] == ["llguidance", "prometheus_client"]
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\nversion = "1"\n')
-    with pytest.raises(SetupError, match="no checkout of Onedesk"):
+    with pytest.raises(SetupError, match="is not a checkout of Onedesk"):
         read_project(tmp_path)
 
 
