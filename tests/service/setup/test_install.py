@@ -372,7 +372,7 @@ def test_uninstall_takes_away_what_is_ours_alone(repository: Path, beside: Besid
     assert list((beside.comfyui / "custom_nodes").iterdir()) == []
     assert (beside.comfyui / "main.py").is_file()
     assert not unit_of(beside).exists()
-    assert "kept" in answer.stdout
+    assert f"left      in {beside.tree.prefix}: data, onedesk.toml; delete what you do not need" in answer.stdout
 
 
 def test_operators_decide_how_comfyui_is_started(tmp_path: Path) -> None:
